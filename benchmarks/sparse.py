@@ -33,7 +33,7 @@ import torch
 from sparse_peers import CANDIDATES, LAYOUTS, TOPK, Case, Inputs, exact, make, vllm_default
 
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import TIMES, capture_calls, distance, four_digits, rates
+from mla_fusion.cli.bench.kit import TIMES, distance, rates
 
 TOLERANCE = 1e-2  # FlashMLA rounds the keys to bf16
 CHECKED = 8  # tokens
@@ -52,17 +52,16 @@ def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
     """Rows of one case, and a line; copy_gbps: the rate of a copy."""
     inputs, candidates = make(case), CANDIDATES[case.cache]
 
-    def prepare(name: str) -> tuple[torch.cuda.CUDAGraph, float, object]:
+    def build(name: str) -> tuple[kit.Call, float]:
         call = candidates[name](inputs)
         inputs.out.fill_(torch.nan)
         call(-1)  # the last cache, and the sign for vLLM's kernels to keep their result
-        off = error(inputs)
-        return capture_calls(call, len(inputs.scopes)), off, call
+        return call, error(inputs)
 
     default, rows = vllm_default(case), []
-    for name, off, samples in kit.compare(candidates, prepare, len(inputs.scopes), rounds):
+    for name, off, times in kit.compare(candidates, build, len(inputs.scopes), rounds):
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
-        row |= rates(case, samples) | {"error": off}
+        row |= rates(case, times) | {"error": off}
         rows.append(row | {"share": row["gbps"] / copy_gbps})
     line = " | ".join(
         f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"
@@ -122,7 +121,7 @@ def main() -> None:
     def rows(case: Case) -> list[dict]:
         return measure(case, options.rounds, ceilings.gbps)
 
-    summary(kit.table(options.csv, facts, CASE + RESULT, work(), rows, four_digits))
+    summary(kit.table(options.csv, facts, CASE + RESULT, work(), rows))
 
 
 if __name__ == "__main__":

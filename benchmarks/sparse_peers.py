@@ -15,8 +15,8 @@ import torch
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4, WIDE, CacheLayout
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE, ROTATED, Call
-from mla_fusion.cli.bench.kit import exact_attention
+from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE, ROTATED
+from mla_fusion.cli.bench.kit import Call, exact_attention
 from mla_fusion.cli.selftest.sparse import Variant, make_bank
 
 DEVICE = "cuda"
@@ -181,7 +181,7 @@ def exact(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
             else:
                 parts.append(layouts.read_keys(scope.kv_cache, slots, case.layout, case.dtype))
         q, keys = inputs.q[None, token].double(), torch.cat(parts).double()
-        rows.append(exact_attention(q, keys, case.scale, LATENT, inputs.sink)[0])
+        rows.append(exact_attention(q, keys, LATENT, inputs.sink)[0])
     return torch.cat(rows)
 
 

@@ -17,7 +17,6 @@ import itertools
 import json
 import multiprocessing
 import operator
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -95,14 +94,12 @@ def measure(
 ) -> list[tuple[Plan, float, float, int]]:
     """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
 
-    def prepare(plan: Plan) -> tuple[torch.cuda.CUDAGraph, tuple[float, int], None]:
+    def build(plan: Plan) -> tuple[kit.Call, tuple[float, int]]:
         layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
-        check = region_cases.agreement(region, layer)
-        return kit.capture_calls(lambda i: layer(region.calls[i]), calls), check, None
+        return lambda i: layer(region.calls[i]), region_cases.agreement(region, layer)
 
-    calls = len(region.calls)
-    found = kit.compare(plans, prepare, calls, rounds)
-    return [(plan, statistics.median(us), *check) for plan, check, us in found]
+    found = kit.compare(plans, build, len(region.calls), rounds)
+    return [(plan, times["p50_us"], *check) for plan, check, times in found]
 
 
 def row(query: str, widths: Widths, heads: int, tokens: int, plan: Plan) -> list[Any]:

@@ -1,23 +1,20 @@
 """The torch custom ops that the passes put into a graph: their schemas and fakes.
 
-This file imports only torch, so that patterns and passes can be read and tested without vLLM.
-`mla_fusion.runtime` registers the ops with their bodies.
+`mla_fusion.runtime` has their bodies; patterns and passes do without vLLM.
 
     rope_mla_kv_cache_update                        RoPE of q and k_pe in place, the query's factor,
                                                     the KV-cache write: the one canonical spelling
     mla_decode_q_prep                               absorb, concatenate and quantize a rotated query
     fused_aiter_qk_rope_kvcache_q_concat_quant_mla  both in one: what a decode graph runs
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
-    mla_attention_with_group_quantized_output       the same, quantized for o_proj: fp8 with a
-                                                    scale for a token and group of columns,
-    mla_attention_with_tensor_quantized_output      or with one given scale
+    mla_attention_with_group_quantized_output       the same, its output in fp8 for o_proj, with a
+    mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
 
 The last four are what runs. They write into buffers of the graph and return nothing: under
 piecewise CUDA graphs they run between captured pieces, which read fixed addresses.
 
-By `layer_name` an op finds the layer, its KV cache and the batch's metadata in vLLM's forward
-context. It is an opaque object on some torch versions and a string on others, so its type is chosen
-at registration.
+By `layer_name`, a string or, on some torch versions, an opaque object, an op finds the layer, its
+KV cache and the batch's metadata in vLLM's forward context.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,8 +63,7 @@ class Quantization(StrEnum):
     @property
     def kind(self) -> str:
         """What it computes: `Epilogue.quantization` of mla_fusion.attention."""
-        kinds = {Quantization.GROUP: "group", Quantization.GROUP_UE8M0: "group_ue8m0"}
-        return kinds.get(self, "tensor")
+        return {"GROUP": "group", "GROUP_UE8M0": "group_ue8m0"}.get(self.name, "tensor")
 
 
 @dataclass(frozen=True)
@@ -94,20 +90,19 @@ _ATTENTION_ARGUMENTS = (
     "Tensor q, Tensor prepared_q, Tensor kv_c, Tensor k_pe, Tensor(a!) output, "
     "{layer_name} layer_name"
 )
+_UPDATE_ARGUMENTS = (
+    "Tensor? positions, Tensor? cos_sin_cache, Tensor? q_factor, Tensor k_scale, "
+    "{layer_name} layer_name, str kv_cache_dtype, str rope, bool is_neox"
+)
 _SCHEMAS = {
-    ROPE_UPDATE: (
-        "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor? positions, Tensor? cos_sin_cache, "
-        "Tensor? q_factor, Tensor k_scale, {layer_name} layer_name, str kv_cache_dtype, str rope, "
-        "bool is_neox) -> Tensor"
-    ),
+    ROPE_UPDATE: f"(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, {_UPDATE_ARGUMENTS}) -> Tensor",
     Q_PREP: (
         "(Tensor q, {layer_name} layer_name, int kv_lora_rank, int qk_rope_head_dim, "
         "ScalarType query_dtype) -> Tensor"
     ),
     FUSED: (
-        "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, Tensor? positions, "
-        "Tensor? cos_sin_cache, Tensor? q_factor, Tensor k_scale, {layer_name} layer_name, "
-        "str kv_cache_dtype, str rope, bool is_neox, str provider) -> ()"
+        "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, "
+        f"{_UPDATE_ARGUMENTS}, str provider) -> ()"
     ),
     ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None) -> ()",
     GROUP_ATTENTION: (
@@ -126,8 +121,7 @@ def register(layer_name_type: str, bodies: Mapping[str, Callable[..., Any]]) -> 
 
     Args:
         layer_name_type: "str", or the name of an opaque class of torch.
-        bodies: the function of each op name above; torch passes the arguments by position, in the
-            order of the schema.
+        bodies: by op name; torch passes the arguments by position, in the order of the schema.
 
     Raises:
         RuntimeError: the ops exist with the other type.
@@ -156,14 +150,8 @@ def get(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _q_prep(
-    q: torch.Tensor, layer_name: Any, latent: int, rope_dim: int, query_dtype: torch.dtype
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:2], latent + rope_dim), dtype=query_dtype)
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
-    Q_PREP: _q_prep,
+    Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
     **dict.fromkeys((FUSED, *ATTENTION_OPS), lambda *_: None),
 }

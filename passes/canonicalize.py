@@ -11,20 +11,16 @@ proves it) and because nothing else reads the rotated values. Declines, with a r
 spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.config.eligibility import LayerFacts
-from mla_fusion.passes.rewrite import PassResult, call, functionalized_call
+from mla_fusion.passes.rewrite import FactsOf, PassResult, call, functionalized_call
 from mla_fusion.patterns import probe, spellings
-from mla_fusion.patterns.nodes import walk
-from mla_fusion.patterns.rope import RopeMatch
-from mla_fusion.patterns.site import Site, attention_calls, naming, outputs, read_site
+from mla_fusion.patterns.nodes import is_aten, walk
+from mla_fusion.patterns.site import RopeMatch, Site, attention_calls, naming, outputs, read_site
 from mla_fusion.report.reasons import Declined
 
 aten = torch.ops.aten
@@ -32,9 +28,9 @@ aten = torch.ops.aten
 
 @dataclass
 class CanonicalizeMLARoPEPass:
-    """`facts_of` gives the facts of the layer that an attention call names, or raises Declined."""
+    """The facts say which layers decline."""
 
-    facts_of: Callable[[Any], LayerFacts]
+    facts_of: FactsOf
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
@@ -44,8 +40,7 @@ class CanonicalizeMLARoPEPass:
                 if decline := self.facts_of(site.layer_name).decline:
                     raise Declined(decline.code, decline.detail)
                 match = spellings.match(site)
-                _check_unshared(site, match)
-                _check_order(site)
+                _check_alone(site, match)
             except Declined as declined:
                 result.declined.append(declined.decline)
                 continue
@@ -54,8 +49,9 @@ class CanonicalizeMLARoPEPass:
         return result
 
 
-def _check_unshared(site: Site, match: RopeMatch) -> None:
-    """Raise Declined if more than the attention reads a rotated value or the cache update."""
+def _check_alone(site: Site, match: RopeMatch) -> None:
+    """Raise Declined if more than the attention reads a rotated value or the cache update, dead
+    code aside, or uses the cache in between: the update moves to the attention."""
     allowed = {site.attention, site.cache_update}
 
     def readers(node: fx.Node) -> list[fx.Node]:
@@ -63,16 +59,14 @@ def _check_unshared(site: Site, match: RopeMatch) -> None:
 
     for node in walk(match.rotated, readers):
         for user in readers(node):
-            if user.target not in probe.PURE:
+            later = walk([user], lambda each: each.users)
+            seen = any(not is_aten(each) or each.is_impure() for each in later)
+            if seen and user.target not in probe.PURE:
                 raise Declined("shared-rotation", f"{node.name} is read by {user.name}")
     for written in outputs(site.cache_update, 0) or [site.cache_update]:
         for user in written.users:
             if user is not site.attention:
                 raise Declined("shared-rotation", f"{written.name} is read by {user.name}")
-
-
-def _check_order(site: Site) -> None:
-    """Raise Declined if the layer's cache is used in between: the update moves to the attention."""
     for op in naming(site.layer_name, site.cache_update, site.attention):
         raise Declined("cache-update", f"{op} uses the cache between it and the attention")
 
@@ -85,8 +79,8 @@ def _rewrite(graph: fx.Graph, site: Site, match: RopeMatch) -> fx.Node:
         if factor and factor.meta["val"].dim() != 1:
             factor = call(graph, aten.reshape.default, (factor, [-1]), factor.meta["val"].flatten())
         op, returned = ops.get(ops.ROPE_UPDATE), site.kv_c.meta["val"].new_empty(0)
-        given = vars(site) | vars(match) | {"k_pe": k_pe, "q_factor": factor}
-        given["rope"] = str(match.rope)
+        changed = {"k_pe": k_pe, "q_factor": factor, "rope": str(match.rope)}
+        given = vars(site) | vars(match) | changed
         kwargs = {argument.name: given[argument.name] for argument in op._schema.arguments}
         update, (dummy, q, rotated_k) = functionalized_call(graph, op, kwargs, returned)
     read = {"q": q, "k_pe": rotated_k, "kv_cache_dummy_dep": dummy}

@@ -9,13 +9,14 @@ raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1, copy and sl
 there; here each may be missing.
 
 Safe because an op is made in-place only if nothing reads the old value after it, through any alias
-that `patterns.memory` knows or cannot exclude. If something may, an op of this library stays
+that `patterns.nodes` knows or cannot exclude. If something may, an op of this library stays
 functional, and Inductor copies. vLLM's pass makes vLLM's op in-place in any case, so that op writes
 to copies made here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import fx
 from mla_fusion import ops
 from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like, mutated, replace
 from mla_fusion.patterns import site
-from mla_fusion.patterns.memory import Memory, is_view
+from mla_fusion.patterns.nodes import Memory, is_view
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
 aten = torch.ops.aten
@@ -57,8 +58,7 @@ class MLAFixFunctionalizationPass:
 def _copy_mutated(graph: fx.Graph, node: fx.Node) -> None:
     """Let the op of `node` write to copies, which nothing else reads."""
     for name in mutated(node.args[0]):
-        source = node.kwargs[name]
-        assert isinstance(source, fx.Node)
+        source: Any = node.kwargs[name]
         with graph.inserting_before(node):
             copy = graph.call_function(aten.clone.default, (source,))
         if "val" in source.meta:
@@ -98,21 +98,16 @@ def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
     if target.target is not aten.slice.Tensor:
         return []
     whole, *place = target.args
-    found = []
-    for user in mutated.users:
-        copies = list(user.users) if user.target is aten.copy.default else [user]
-        for scatter in copies:
-            if scatter.target is not aten.slice_scatter.default:
-                continue
-            base, _, *where = scatter.args
-            if _normal(where) == _normal(place) and same_view(base, whole):
-                found.append(scatter)
-    return found
+    copied = [user for user in mutated.users if user.target is aten.copy.default]
+    readers = dict.fromkeys(chain(mutated.users, *(copy.users for copy in copied)))
+    scatters = [node for node in readers if node.target is aten.slice_scatter.default]
+    there = [node for node in scatters if _normal(node.args[2:]) == _normal(place)]
+    return [node for node in there if same_view(node.args[0], whole)]
 
 
-def _normal(place: list[Any]) -> tuple[Any, ...]:
+def _normal(place: Sequence[Any]) -> tuple[Any, ...]:
     """dim, start, end, step of a slice, with defaults filled in."""
-    dim, start, end, step = place + [0, None, None, 1][len(place) :]
+    dim, start, end, step = list(place) + [0, None, None, 1][len(place) :]
     return (dim, start or 0, end, step)
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call, replace
-from mla_fusion.patterns.site import made_by, op_name, outputs
+from mla_fusion.patterns.site import called, made_by, outputs
 
 
 @dataclass
@@ -52,11 +52,10 @@ class MLAAiterQkRopeKVCacheFusionPass:
         return fused
 
 
-def _rope_of(prep: fx.Node) -> fx.Node | None:
+def _rope_of(prep: Any) -> fx.Node | None:
     """The canonical RoPE node whose query `prep`, if it is a query preparation, reads."""
-    if op_name(prep.target) != f"{ops.NAMESPACE}::{ops.Q_PREP}":
+    if called(prep) != f"{ops.NAMESPACE}::{ops.Q_PREP}":
         return None
-    q: Any
     q, layer_name, *_ = prep.args
     if made_by(q) != f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}" or q.args[1] != 1:
         return None

@@ -5,8 +5,7 @@
 
     after    prepared query, ..., two empty buffers ─► mla_attention_with_group_quantized_output
                                      [2] fp8, [3] scales ─► o_proj
-       or    prepared query, ..., an empty buffer, scale
-                                            ─► mla_attention_with_tensor_quantized_output
+       or    prepared query, ..., a buffer, scale ─► mla_attention_with_tensor_quantized_output
                                      [2] fp8 ─► o_proj
 
 So the epilogue of a decode merges, multiplies with W_UV and quantizes. The op still has the buffer
@@ -18,56 +17,45 @@ before that, and because the op quantizes as `patterns.output_quantization` foun
 stays as it is has a reason; that is no decline of the layer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.attention.plan.epilogue import in_groups
-from mla_fusion.config.eligibility import LayerFacts
-from mla_fusion.passes.rewrite import PassResult, empty, functionalized_call
+from mla_fusion.passes.rewrite import FactsOf, PassResult, empty, functionalized_call
 from mla_fusion.patterns import output_quantization
 from mla_fusion.patterns.output_quantization import OutputQuantization
 from mla_fusion.patterns.site import ATTENTION, functionalized_op, made_by, naming, outputs
 from mla_fusion.report.reasons import Declined
 
+_READERS = {ATTENTION, *(f"{ops.NAMESPACE}::{name}" for name in ops.ATTENTION_OPS)}  # of the cache
+
 
 @dataclass
 class MLADecodeOutputFusionPass:
-    """`facts_of` as for pass 2: they say whether the decode has an epilogue."""
+    """The facts say whether the decode has an epilogue."""
 
-    facts_of: Callable[[Any], LayerFacts]
+    facts_of: FactsOf
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result = PassResult()
-        for attention in list(graph.nodes):
-            if not _is_fused(attention):
-                continue
+        for attention in filter(_is_fused, list(graph.nodes)):
             try:
                 if why := self.facts_of(attention.kwargs["layer_name"]).plain_output:
                     raise Declined("output-epilogue", why)
                 found = output_quantization.read(outputs(attention, 1))
-                _check_cache(attention, found.last)
+                # The attention moves behind what is in between.
+                between = {*naming(attention.kwargs["layer_name"], attention, found.last)}
+                for op in sorted(between - _READERS):
+                    raise Declined("output-quantization", f"behind {op}, which writes the cache")
             except Declined as declined:
                 result.declined.append(declined.decline)
                 continue
-            if not any(node.users for node in found.values):
+            if not any(node.users for node in found.results[0]):
                 continue  # rewritten before, and dead until the end of the pipeline
             result.rewritten[attention.name] = _rewrite(graph, attention, found)
             result.dead += (attention, found.last)
         return result
-
-
-def _check_cache(attention: fx.Node, last: fx.Node) -> None:
-    """Raise Declined if a cache write of the layer lies between: the attention moves behind it."""
-    for op in naming(attention.kwargs["layer_name"], attention, last):
-        if op not in _READERS:
-            raise Declined("output-quantization", f"behind {op}, which writes the cache")
-
-
-_READERS = {ATTENTION, *(f"{ops.NAMESPACE}::{name}" for name in ops.ATTENTION_OPS)}
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -79,16 +67,14 @@ def _is_fused(node: fx.Node) -> bool:
 
 def _rewrite(graph: fx.Graph, attention: fx.Node, found: OutputQuantization) -> fx.Node:
     kwargs = {k: v for k, v in attention.kwargs.items() if k != "kv_cache_dummy_dep"}
-    grouped = in_groups(found.spelling.kind)
+    kwargs |= found.arguments | {"quantization": str(found.spelling)}
+    op = ops.get(ops.GROUP_ATTENTION if "scales" in kwargs else ops.TENSOR_ATTENTION)
     with graph.inserting_before(found.last):
-        first = found.values[0]
-        quantized, *scales = found.buffers or [empty(graph, first.meta["val"], kwargs["q"])]
-        kwargs |= {"quantized": quantized, "quantization": str(found.spelling)}
-        kwargs |= {"scales": scales[0]} if grouped else {"scale": found.scale}
-        op = ops.get(ops.GROUP_ATTENTION if grouped else ops.TENSOR_ATTENTION)
+        if "quantized" not in kwargs:
+            kwargs["quantized"] = empty(graph, found.last.meta["val"], kwargs["q"])
         new, (_, output, *made) = functionalized_call(graph, op, kwargs)
     graph.erase_node(output)  # nothing reads it
-    for read, value in zip((found.values, found.scales), made, strict=False):
+    for read, value in zip(found.results, made, strict=True):
         for node in read:
             node.replace_all_uses_with(value)
     return new

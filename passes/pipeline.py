@@ -8,15 +8,15 @@
 5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
+import operator
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo.utils
@@ -24,6 +24,7 @@ import torch._inductor.config
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+from vllm.config.utils import Range
 
 from mla_fusion import ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
@@ -31,19 +32,18 @@ from mla_fusion.config.identity import source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
-from mla_fusion.passes.layer import of_last_layer
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
-from mla_fusion.passes.rewrite import Snapshot, drop_dead
-from mla_fusion.patterns.site import ATTENTION, attention_calls
-from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
+from mla_fusion.patterns.nodes import dtype_of, tensors
+from mla_fusion.patterns.site import ATTENTION, attention_calls, called
+from mla_fusion.report.layer_graph import LayerGraph, Node
 from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import step_plan
 
-if TYPE_CHECKING:
-    from vllm.config.utils import Range
-
 logger = logging.getLogger("vllm.mla_fusion")
+# What is cut from the name of a type for the report, in this order.
+_CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fnuz", "_e4m3fn": ""}
 
 
 @dataclass(eq=False)
@@ -103,19 +103,19 @@ class MLAFusionPass(InductorPass):
             record.declined = {Decline("splitting-ops"): len(calls)}
         else:
             layers = vllm_compat.mla_layers(vllm_compat.current_layers())
-            activation = _activation(calls)
+            # That of the latents; if none has metadata, pass 2 declines all.
+            latents: list[Any] = [call.kwargs["kv_c_normed"] for call in calls]
+            activation = next(filter(None, map(dtype_of, latents)), torch.get_default_dtype())
             facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
-            fuse(graph, calls, facts, self.provider, record)
+            fuse(graph, by_argument(facts), self.provider, record)
         _show("after", graph)
 
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
-        attention = self.attention
-        found = eligibility.facts(layer, self.provider, activation, attention, self.query_len)
-        if attention == "auto" and (planner := step_plan.planner(layer)):
-            # Chosen for this layer when the model was loaded.
-            plain = eligibility.no_epilogue(layer, planner, activation)
-            found = dataclasses.replace(found, plain_output=plain)
-        return found
+        given = layer, self.provider, activation, self.attention, self.query_len
+        # With "auto" it was chosen for this layer when the model was loaded.
+        decode = step_plan.planner(layer) if self.attention == "auto" else self.attention
+        plain = eligibility.no_epilogue(layer, decode, activation)
+        return dataclasses.replace(eligibility.facts(*given), plain_output=plain)
 
 
 @dataclass(eq=False)
@@ -158,22 +158,15 @@ def contained(
         report.add(report.RangeReport(span, layers, declined={decline: layers or 1}))
 
 
-def fuse(
-    graph: fx.Graph,
-    calls: list[fx.Node],
-    facts: Mapping[str, eligibility.LayerFacts],
-    provider: str,
-    record: report.RangeReport,
-) -> None:
-    """Run passes 2 to 4, and 6, on `graph`, whose attention calls are `calls`; fill in `record`.
+def fuse(graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.RangeReport) -> None:
+    """Run passes 2 to 4, and 6, on `graph`; fill in `record`.
 
     A layer that cannot be fused is left as it was. One that a pass rewrote and the next did not is
     an error, as `contained` takes it.
     """
-    facts_of = by_argument(facts)
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
-    before = of_last_layer(calls)
+    before = _last_layer(attention_calls(graph))
     canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
     lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
     fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
@@ -188,28 +181,23 @@ def fuse(
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
     record.variants = [*dict.fromkeys(map(_variant, fused.rewritten.values()))]
-    record.outputs = Counter(map(_quantization, attention))
+    quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
+    record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
     if fused.rewritten:
-        record.layer = LayerGraph(before, of_last_layer(attention))
+        record.layer = LayerGraph(before, _last_layer(attention))
 
 
-def by_argument(
-    facts: Mapping[str, eligibility.LayerFacts],
-) -> Callable[[Any], eligibility.LayerFacts]:
-    """The facts of the layer that an op's argument names; of a name without a value, if all agree.
-
-    Raises Declined where there are none.
-    """
-    distinct = {*facts.values()}
-    everything = distinct.pop() if len(distinct) == 1 else None
+def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:
+    """`facts` by the argument of an op; of a name without a value, if all agree."""
+    known: dict[Any, eligibility.LayerFacts] = {**facts}
+    if len(distinct := {*facts.values()}) == 1:
+        known[None] = distinct.pop()
 
     def facts_of(layer_name: Any) -> eligibility.LayerFacts:
-        name = vllm_compat.traced_layer_name(layer_name)
-        found = everything if name is None else facts.get(name)
-        if found is None:
-            raise Declined("unknown-layer", str(layer_name))
-        return found
+        if found := known.get(vllm_compat.traced_layer_name(layer_name)):
+            return found
+        raise Declined("unknown-layer", str(layer_name))
 
     return facts_of
 
@@ -220,32 +208,47 @@ def _show(stage: str, graph: fx.Graph) -> None:
     torch._dynamo.utils.lazy_format_graph_code(f"mla_fusion.{stage}", graph.owning_module)  # type: ignore[arg-type]
 
 
-def _activation(calls: list[fx.Node]) -> torch.dtype:
-    """The activations' type, read from the latents; if none has metadata, pass 2 declines all."""
-    values = [call.kwargs["kv_c_normed"].meta.get("val") for call in calls]
-    return next((value.dtype for value in values if value is not None), torch.get_default_dtype())
-
-
 def _variant(fused: fx.Node) -> ops.Variant:
     """What a warm-up must know of a fused node."""
     args: dict[str, Any] = dict(fused.kwargs)
-    table, factor = args["cos_sin_cache"], args["q_factor"]
-    return ops.Variant(
-        is_neox=args["is_neox"],
-        rope_dim=args["k_pe"].meta["val"].shape[-1],
-        table_dtype=_dtype(table),
-        query_dtype=_dtype(args["prepared_q"]),
-        kv_cache_dtype=args["kv_cache_dtype"],
-        factor_dtype=_dtype(factor),
-    )
+    typed = (args[name] for name in ("cos_sin_cache", "prepared_q", "q_factor"))
+    table, query, factor = (str(dtype_of(n) if n else "").removeprefix("torch.") for n in typed)
+    rope_dim = args["k_pe"].meta["val"].shape[-1]
+    return ops.Variant(args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"], factor)
 
 
-def _quantization(attention: fx.Node) -> str:
-    """What the epilogue of an attention op does to its output, as `Epilogue.quantization`."""
-    spelling: Any = attention.kwargs.get("quantization")
-    return "none" if spelling is None else ops.Quantization(spelling).kind
+def _last_layer(calls: Sequence[fx.Node]) -> list[Node]:
+    """The ops of the last layer: those behind the attention before it.
+
+    `calls` are all attention calls of the graph, in order. What lies in front of the first one
+    counts only in a model of one layer.
+    """
+    found: list[Node] = []
+    node = calls[-1] if calls else None
+    while node is not None and node.op != "root":
+        # A getitem is no op: it names one output of its producer.
+        if node.op == "call_function" and node.users and node.target is not operator.getitem:
+            found.append(_describe(node))
+        node = node.prev
+        if node in calls:
+            break
+    return found[::-1]
 
 
-def _dtype(node: fx.Node | None) -> str:
-    """The name of a value's type, empty without a value."""
-    return "" if node is None else str(node.meta["val"].dtype).removeprefix("torch.")
+def _describe(node: fx.Node) -> Node:
+    label = called(node) or getattr(node.target, "__name__", str(node.target))
+    results = ", ".join(map(_result, tensors(node)))
+    inputs = [
+        f"{n.args[0].name}.{n.args[1]}" if n.target is operator.getitem else n.name
+        for n in node.all_input_nodes
+    ]
+    return Node(node.name, label, inputs, results)
+
+
+def _result(value: torch.Tensor) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    for long, short in _CUT.items():
+        dtype = dtype.replace(long, short)
+    # The one symbol of a decode graph is the token count.
+    shape = re.sub(r"\bs\d+\b", "T", ", ".join(map(str, value.shape)))
+    return f"{dtype}[{shape}]"

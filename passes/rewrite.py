@@ -1,11 +1,11 @@
-"""Building blocks of the passes: their result, new nodes, going back, and dropping dead code.
+"""Building blocks of the passes: what they take and return, new nodes, going back, and dead code.
 
 A rewrite lets readers read new nodes and leaves the old nodes where they are, dead, until
 `drop_dead` at the end of the pipeline. A `Snapshot` undoes whatever was done to a graph.
 """
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,18 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from mla_fusion.config.eligibility import LayerFacts
 from mla_fusion.patterns.nodes import is_aten, walk
 from mla_fusion.report.reasons import Decline
+
+# The facts of the layer that an op's argument names; it raises Declined where there are none.
+FactsOf = Callable[[Any], LayerFacts]
 
 
 @dataclass
 class PassResult:
-    """What became of the calls that a pass looked at.
-
-    `rewritten` has the node that took a call's place, by the name of the call. `dead` are the old
-    nodes.
-    """
+    """What became of the calls that a pass looked at: `rewritten` has the node that took a call's
+    place, by the name of the call, `dead` the old nodes."""
 
     rewritten: dict[str, fx.Node] = field(default_factory=dict)
     declined: list[Decline] = field(default_factory=list)
@@ -88,13 +89,14 @@ class Snapshot:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.saved = [(node, node.args, node.kwargs) for node in graph.nodes]
+        self.saved = {node: (node.args, node.kwargs) for node in graph.nodes}
 
     def restore(self) -> None:
         """Make the graph what it was; a node that was erased comes back as another of its name."""
-        now = {node: self._twin(node) if node._erased else node for node, _, _ in self.saved}
-        for node, args, kwargs in self.saved:
-            now[node].args, now[node].kwargs = fx.node.map_arg((args, kwargs), now.__getitem__)
+        now = {node: self.graph.node_copy(node) if node._erased else node for node in self.saved}
+        for node, given in self.saved.items():
+            now[node].name = node.name
+            now[node].args, now[node].kwargs = fx.node.map_arg(given, now.__getitem__)
         kept = set(now.values())
         added = [node for node in self.graph.nodes if node not in kept]
         for node in added:
@@ -103,11 +105,6 @@ class Snapshot:
             self.graph.erase_node(node)
         for node in now.values():
             self.graph._root.prepend(node)  # in front of what ends the list: at its end
-
-    def _twin(self, node: fx.Node) -> fx.Node:
-        twin = self.graph.node_copy(node)
-        twin.name = node.name
-        return twin
 
 
 def drop_dead(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> None:

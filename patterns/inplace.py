@@ -3,11 +3,9 @@
     q ────► slice ───────► auto_functionalized(op) ─► [1] ─► slice_scatter(q) ─► attention
     k_pe ─► (unsqueeze) ───────────┘                  [2] ─► cache update, attention
 
-The ops are `_C.rotary_embedding`, `vllm.flashinfer_rotary_embedding`,
-`vllm.rocm_aiter_triton_rotary_embedding`, and vLLM's `fused_rope_unified_mla_kv_cache_update`,
-which also writes the cache. FlashInfer's key is a slice of the projection and comes back through a
-slice_scatter on it; so the attention's inputs are compared by value, as in `probe`, with the op's
-outputs as free variables.
+vLLM's `fused_rope_unified_mla_kv_cache_update` also writes the cache. FlashInfer's key is a slice
+of the projection and comes back through a slice_scatter on it; so the attention's inputs are
+compared by value, as in `probe`, with the op's outputs as free variables.
 """
 
 from typing import Any
@@ -18,8 +16,7 @@ from torch import fx
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe, site
 from mla_fusion.patterns.nodes import arguments
-from mla_fusion.patterns.rope import RopeMatch, is_rope_table
-from mla_fusion.patterns.site import Site
+from mla_fusion.patterns.site import RopeMatch, Site, is_rope_table
 
 # Ops, and what they call the query and the key.
 OPS = {
@@ -28,9 +25,6 @@ OPS = {
     "vllm::rocm_aiter_triton_rotary_embedding": (Rope.AITER_TRITON, "query", "key"),
     site.FUSED_ROPE_UPDATE: (Rope.CAT_FUSED, "q_pe", "k_pe"),
 }
-
-# Arguments of `_C.rotary_embedding` and of AITER's op that change their meaning when set.
-_MUST_BE_UNSET = ("rope_dim_offset", "inverse", "offsets")
 
 
 def match(found: Site) -> RopeMatch | None:
@@ -41,8 +35,7 @@ def match(found: Site) -> RopeMatch | None:
     calls = {leaf.args[0] for leaf in leaves if site.made_by(leaf) in OPS}
     if len(calls) != 1 or not outputs.keys() >= {1, 2}:
         return None
-    call = calls.pop()
-    assert isinstance(call, fx.Node)
+    call: Any = calls.pop()
     args = arguments(call)
     rope, query, key = OPS[site.functionalized_op(call)]
     if rope is Rope.CAT_FUSED and call is not found.cache_update:
@@ -61,7 +54,7 @@ def _rotates_whole_heads(args: dict[str, Any], found: Site) -> bool:
     """Whether the op rotates all R columns it is given, forwards, at the positions it is given."""
     width = probe.concrete_shape(found.k_pe)[-1]
     return (
-        not any(args.get(name) for name in _MUST_BE_UNSET)
+        not any(args.get(name) for name in ("rope_dim_offset", "inverse", "offsets"))
         and args.get("head_size", width) == width
         and is_rope_table(args["cos_sin_cache"], args["positions"], found)
     )
@@ -81,4 +74,4 @@ def _is_all_that_changes(
         found.q: torch.cat((values[q][..., :-width], tail), dim=-1),
         found.k_pe: values[rotated[1]].reshape(values[found.k_pe].shape),
     }
-    return all(probe.same(values[node], value) for node, value in want.items())
+    return probe.same(values, want)

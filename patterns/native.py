@@ -5,10 +5,9 @@
     k_pe ───────────────────────────────► rotate ─────────────────► cache update, attention
 
 vLLM assigns the rotated part into a slice of q, which functionalization turns into
-`slice_scatter`; both sides are recognized by what they compute.
+`slice_scatter`; both sides are recognized by what they compute. Without RoPE (NoPE) both reach the
+attention as they left their projections.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -16,8 +15,7 @@ from torch import fx
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe
 from mla_fusion.patterns.nodes import dtype_of, is_float
-from mla_fusion.patterns.rope import RopeMatch, expected_rotation, is_rope_table
-from mla_fusion.patterns.site import Site
+from mla_fusion.patterns.site import RopeMatch, Site, is_rope_table
 
 
 def match(site: Site) -> RopeMatch | None:
@@ -30,17 +28,17 @@ def match(site: Site) -> RopeMatch | None:
     table, positions = sources.pop()
     if not is_rope_table(table, positions, site):
         return None
-    given = probe.strip(table, probe.CASTS)
-    activation = site.q.meta["val"].dtype
+    given, activation = probe.strip(table, probe.CASTS), site.q.meta["val"].dtype
     rounded = _rounded(interior, table, activation)
-    if given.op not in ("placeholder", "get_attr") or rounded is None:
-        return None
     values = probe.run([site.q, site.k_pe], activation)
-    is_neox = None if values is None else _judge(values, site, (q, k_pe, table, positions))
-    if is_neox is None:
+    if given.op not in ("placeholder", "get_attr") or rounded is None or values is None:
         return None
-    rope = Rope.NATIVE if rounded else Rope.NATIVE_FP32
-    return RopeMatch(rope, is_neox, q, k_pe, positions, given, rotated=(site.q, site.k_pe))
+    rope, unrotated = Rope.NATIVE if rounded else Rope.NATIVE_FP32, (q, k_pe, table, positions)
+    for is_neox in (True, False):
+        want_q, want_k = expected_rotation(is_neox, *(values[node] for node in unrotated))
+        if probe.same(values, {site.q: want_q, site.k_pe: want_k}):
+            return RopeMatch(rope, is_neox, q, k_pe, positions, given, (site.q, site.k_pe))
+    return None
 
 
 def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -> bool | None:
@@ -54,21 +52,45 @@ def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -
         inputs = [n for n in node.all_input_nodes if n in angles]
         if not inputs:
             continue
-        others = [n for n in node.all_input_nodes if n not in angles and is_float(n)]
-        if others:
+        if any(n not in angles and is_float(n) for n in node.all_input_nodes):
             used.update(angles[n] for n in inputs)
         else:
             angles[node] = dtype_of(node) == activation or all(angles[n] for n in inputs)
     return used.pop() if len(used) == 1 else None
 
 
-def _judge(
-    values: dict[fx.Node, torch.Tensor], site: Site, unrotated: Iterable[fx.Node]
-) -> bool | None:
-    """is_neox if a probe has q and k_pe of `site` as the rotation of `unrotated`, else None."""
-    q, k_pe, table, positions = (values[node] for node in unrotated)
-    for is_neox in (True, False):
-        want_q, want_k = expected_rotation(q, k_pe, table, positions, is_neox)
-        if probe.same(values[site.q], want_q) and probe.same(values[site.k_pe], want_k):
-            return is_neox
-    return None
+def expected_rotation(
+    is_neox: bool, q: torch.Tensor, k_pe: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE of the last R columns of q [T, H, P + R] and of k_pe [T, 1, R], in float64."""
+    width = k_pe.shape[-1]
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        if is_neox:
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+    return torch.cat((q[..., :-width], rotate(q[..., -width:])), dim=-1), rotate(k_pe)
+
+
+def match_nope(site: Site) -> RopeMatch | None:
+    """q and k_pe as they are if they are views of values computed without positions, which an
+    unknown op that rotates takes."""
+    interior, leaves = probe.cone([site.q, site.k_pe])
+    if any(n.target not in probe.VIEWS for n in interior) or any(map(_takes_positions, leaves)):
+        return None
+    return RopeMatch(Rope.NONE, False, site.q, site.k_pe)
+
+
+def _takes_positions(leaf: fx.Node) -> bool:
+    """Whether what makes a value takes an integer tensor with one element per token."""
+    if dtype_of(leaf) is None:
+        return False
+    producer = leaf.args[0] if leaf.args and isinstance(leaf.args[0], fx.Node) else leaf
+    sources = (source for node in (leaf, producer) for source in node.all_input_nodes)
+    integers = (s.meta["val"].shape for s in sources if dtype_of(s) and not is_float(s))
+    tokens = leaf.meta["val"].shape[0]
+    return any(len(shape) == 1 and shape[0] == tokens for shape in integers)

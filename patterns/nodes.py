@@ -1,6 +1,14 @@
-"""What a node of a graph stands for, and what is reached from it."""
+"""What a node of a graph stands for, what is reached from it, and whose memory it may show.
 
-from collections.abc import Callable, Iterable, Iterator
+Two sources speak of memory: an op's schema, whose alias annotations name the arguments that a
+result may be a view of, and fake values, whose storage is that of what they are views of. Neither
+speaks about a Python function, a method, a module or a higher-order op: their results may show any
+argument. The price of a wrong "may" is one copy.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,16 +16,16 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 
-def values(node: fx.Node) -> list[Any]:
-    """One value or several; None without metadata."""
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node stands for: one, several or none."""
     value = node.meta.get("val")
-    return list(value) if isinstance(value, tuple | list) else [value]
+    every = value if isinstance(value, tuple | list) else [value]
+    return [each for each in every if isinstance(each, torch.Tensor)]
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
     """The type of the one tensor that a node stands for."""
-    value = node.meta.get("val")
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def is_float(node: fx.Node) -> bool:
@@ -26,10 +34,15 @@ def is_float(node: fx.Node) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
+def schema_of(node: fx.Node) -> Any:
+    """The schema of the op that a node calls, functionalized or not; None if it calls none."""
+    target = node.args[0] if node.target is auto_functionalized else node.target
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
 def is_aten(node: fx.Node) -> bool:
     """Whether a node is a call of one of torch's own ops."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    return getattr(node.target, "namespace", "") in ("aten", "prims")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -38,10 +51,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         return dict(node.kwargs)
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
-    named = {a.name: a.default_value for a in schema if a.has_default_value()}
-    named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
-    named.update(node.kwargs)
-    return named
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return defaults | dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
 
 
 def walk(
@@ -56,3 +67,61 @@ def walk(
         new = dict.fromkeys(each for each in neighbours(node) if each not in seen)
         seen.update(new)
         stack += new
+
+
+class Memory:
+    """Who shows whose memory in one graph. Nodes made later are known by their schema alone."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.of_storage: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for storage in _storages(node):
+                self.of_storage[storage].append(node)
+
+    def origins(self, node: fx.Node) -> set[fx.Node]:
+        """`node` and all whose memory it may show."""
+        return set(walk([node], lambda each: [*_shown(each), *self._twins(each)]))
+
+    def viewers(self, nodes: Iterable[fx.Node], besides: Collection[fx.Node]) -> set[fx.Node]:
+        """`nodes` and all that may show memory of one of them, without what is in `besides`."""
+
+        def showing(node: fx.Node) -> list[fx.Node]:
+            views = (user for user in node.users if node in _shown(user))
+            return [each for each in (*views, *self._twins(node)) if each not in besides]
+
+        return set(walk(nodes, showing))
+
+    def _twins(self, node: fx.Node) -> list[fx.Node]:
+        """What has the same storage, as far as it is still in the graph."""
+        found = (twin for storage in _storages(node) for twin in self.of_storage[storage])
+        return [twin for twin in found if not twin._erased]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all that `node` does is to show memory of its inputs."""
+    schema = schema_of(node)
+    if schema is None or node.target is auto_functionalized:
+        return node.target is operator.getitem
+    return not schema.is_mutable and any(result.alias_info for result in schema.returns)
+
+
+def _shown(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the value of `node` may show."""
+    numbers = int | float | str | torch.SymInt | torch.SymFloat | torch.SymBool
+    if isinstance(node.meta.get("val", node), numbers):
+        return []
+    schema = schema_of(node)
+    if schema is None:
+        return node.all_input_nodes
+    # A functionalized op becomes an op in place: its results then are what it writes to.
+    if node.target is not auto_functionalized and not any(r.alias_info for r in schema.returns):
+        return []
+    given, found = arguments(node), list[fx.Node]()
+    aliased = [given.get(each.name) for each in schema.arguments if each.alias_info]
+    fx.node.map_arg(aliased, found.append)
+    return found
+
+
+def _storages(node: fx.Node) -> set[int]:
+    stored = (each for each in tensors(node) if torch._C._has_storage(each))
+    return {each.untyped_storage()._cdata for each in stored}

@@ -5,10 +5,9 @@
     output ─► to fp32 ─► mul ─► clamp ─► to fp8         (scale ─► reciprocal ─► mul)
 
 The first two are vLLM's `QuantFP8` as a custom op (`+quant_fp8`, which vLLM adds for block-fp8
-checkpoints), the third is its native form for one given scale. The ops are compared by their
-arguments. The native form is run, on random bits of the activations' type, and must equal the
-formula to the bit: it is rounded, so that no polynomial tells it from others. What it makes of the
-scale alone is 1 / scale for positive normal numbers of every magnitude.
+checkpoints), which is compared by its arguments, the third is its native form for one given scale.
+That is run, on random bits of the activations' type, and must equal the formula to the bit: it is
+rounded, so that no polynomial tells it from others.
 
 The epilogue's scales are fp32, not rounded or rounded up to powers of two as DeepGEMM wants them on
 Hopper (ue8m0); any strides fit, so also those of CUTLASS (columns) and of DeepGEMM (aligned
@@ -16,7 +15,6 @@ columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are anothe
 """
 
 import operator
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,29 +23,26 @@ from torch import fx
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
-from mla_fusion.patterns import probe, rows
-from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, values, walk
-from mla_fusion.patterns.site import functionalized_op, is_live, op_name, outputs
+from mla_fusion.patterns import probe
+from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, tensors, walk
+from mla_fusion.patterns.site import called, functionalized_op, is_live, outputs
 from mla_fusion.report.reasons import Declined
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+# Ops, and what they call the values that they write.
+_OPS = {"_C::per_token_group_fp8_quant": "output_q", "_C::static_scaled_fp8_quant": "result"}
 # What `QuantFP8.forward_native` becomes, each column of a row by itself.
-_POINTWISE = probe.CASTS | {
-    aten.mul.Tensor,
-    aten.reciprocal.default,
-    aten.clamp.default,
-    aten.clamp_min.default,
-    aten.clamp_max.default,
-}
+_POINTWISE = probe.CASTS | probe.VIEWS | {
+    aten.mul.Tensor, aten.reciprocal.default,
+    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+}  # fmt: skip
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
 # Views whose values are in the same order if their shape is the same.
 _IN_ORDER = probe.VIEWS - {
-    operator.getitem,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.permute.default,
-    aten.transpose.int,
-}
+    operator.getitem, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.permute.default, aten.transpose.int,
+}  # fmt: skip
 _FLOAT = torch.finfo(torch.float32)
 _SCALES = (_FLOAT.tiny, 0.01, 0.7, 3.0, _FLOAT.max)  # with which the native form is run
 
@@ -58,11 +53,9 @@ class OutputQuantization:
 
     spelling: Quantization
     last: fx.Node  # the last of the quantization: all that it reads comes before
-    values: list[fx.Node]  # what is read as the fp8 output
-    scale: fx.Node | None = None  # the given one
-    scales: Sequence[fx.Node] = ()  # what is read as its scales, where they are computed
-    # Tensors the op writes into: the values, and the scales it computes; none of the native form.
-    buffers: Sequence[fx.Node] = ()
+    results: list[list[fx.Node]]  # what is read as the fp8 output, and as scales it computes
+    # The given scale, and what the op writes into; the native form has no buffer.
+    arguments: dict[str, fx.Node]
 
 
 def read(output: list[fx.Node]) -> OutputQuantization:
@@ -76,20 +69,16 @@ def read(output: list[fx.Node]) -> OutputQuantization:
     quantizing = [reader for reader in readers if _makes_bytes(reader)]
     if not quantizing:
         # One that takes fp8 beside the output quantizes the activations inside.
-        inside = [_name(reader) for reader in readers if _takes_fp8(reader)]
-        if inside:
-            raise Declined("output-opaque", ", ".join(inside))
-        raise Declined("output-unquantized", ", ".join(map(_name, readers)))
+        takes = {reader: set().union(*map(_dtypes, reader.all_input_nodes)) for reader in readers}
+        inside = [reader for reader in readers if takes[reader].intersection(FP8_DTYPES)]
+        code = "output-opaque" if inside else "output-unquantized"
+        raise Declined(code, ", ".join(map(_name, inside or readers)))
     first = quantizing[0]
     if _is_no_product(first):
         return _native(output, readers)
-    if len(readers) > 1:
-        others = ", ".join(_name(reader) for reader in readers if reader is not first)
-        raise Declined("output-shared", f"{_name(first)} and {others}")
-    match = _OPS.get(functionalized_op(first))
-    if match is None:
-        raise _other(_name(first))
-    return match(first)
+    if others := [_name(reader) for reader in readers if reader is not first]:
+        raise Declined("output-shared", f"{_name(first)} and {', '.join(others)}")
+    return _by_op(first)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -112,14 +101,14 @@ def _shape(node: fx.Node) -> list[str]:
 
 
 def _name(node: fx.Node) -> str:
-    return functionalized_op(node) or op_name(node.target) or node.name
+    return called(node) or node.name
 
 
-def _values(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node stands for."""
+def _dtypes(node: fx.Node) -> set[torch.dtype]:
+    """The types of what a node stands for."""
     if node.op == "call_function" and "val" not in node.meta:
         raise Declined("missing-metadata", f"node {node.name}")
-    return [each for each in values(node) if isinstance(each, torch.Tensor)]
+    return {tensor.dtype for tensor in tensors(node)}
 
 
 def _makes_bytes(reader: fx.Node) -> bool:
@@ -128,7 +117,7 @@ def _makes_bytes(reader: fx.Node) -> bool:
     def later(node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if _is_no_product(user)] if _is_no_product(node) else []
 
-    made = {value.dtype for node in walk([reader], later) for value in _values(node)}
+    made = set().union(*map(_dtypes, walk([reader], later)))
     return any(dtype.itemsize == 1 for dtype in made - {torch.bool})
 
 
@@ -137,77 +126,57 @@ def _is_no_product(node: fx.Node) -> bool:
     return node.target in probe.VIEWS or (is_aten(node) and node.target not in _PRODUCTS)
 
 
-_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
-
-
-def _takes_fp8(reader: fx.Node) -> bool:
-    taken = [value.dtype for node in reader.all_input_nodes for value in _values(node)]
-    return any(dtype in FP8_DTYPES for dtype in taken)
-
-
 def _other(detail: str) -> Declined:
     return Declined("output-quantization", detail)
 
 
-def _group(node: fx.Node) -> OutputQuantization:
-    """`_C.per_token_group_fp8_quant` with groups of 128, scales rounded to powers of two or not."""
+def _by_op(node: fx.Node) -> OutputQuantization:
+    """An op of vLLM: by one scale, or by those of groups of 128, powers of two or not."""
+    if (op := functionalized_op(node)) not in _OPS:
+        raise _other(_name(node))
     args = arguments(node)
-    _check_type(args["output_q"], FP8_DTYPES)
-    most = largest(args["output_q"].meta["val"].dtype)
+    quantized, values = args[_OPS[op]], outputs(node, 1)
+    _check_type(quantized, FP8_DTYPES)
+    *rows_of, columns = _shape(args["input"])
+    if _shape(quantized) != [*rows_of, columns]:
+        raise _other(f"{_name(node)} of padded rows")
+    if _OPS[op] == "result":
+        given = {"quantized": quantized, "scale": args["scale"]}
+        _check_one(args["scale"])
+        return OutputQuantization(Quantization.TENSOR, node, [values], given)
+    most = largest(quantized.meta["val"].dtype)
     wanted = {"group_size": GROUP, "eps": EPSILON, "fp8_min": -most, "fp8_max": most}
     for name, value in wanted.items():
         if args[name] != value:
             raise _other(f"{_name(node)}, {name} {args[name]}")
+    scales = args["output_s"]
+    _check_type(scales, (torch.float32,), "scales of ")
+    if _shape(scales) != [*rows_of, str(int(columns) // GROUP)]:
+        raise _other(f"{_name(node)} of padded rows")
     spelling = Quantization.GROUP_UE8M0 if args["scale_ue8m0"] else Quantization.GROUP
-    _check_type(args["output_s"], *_FP32)
-    *rows_of, columns = _shape(args["input"])
-    groups = [*rows_of, str(int(columns) // GROUP)]
-    if _shape(args["output_q"]) != [*rows_of, columns] or _shape(args["output_s"]) != groups:
-        raise _other(f"{_name(node)} of padded rows")
-    buffers = [args["output_q"], args["output_s"]]
-    return OutputQuantization(spelling, node, outputs(node, 1), None, outputs(node, 2), buffers)
-
-
-def _tensor(node: fx.Node) -> OutputQuantization:
-    """`_C.static_scaled_fp8_quant` with one scale."""
-    args = arguments(node)
-    _check_type(args["result"], FP8_DTYPES)
-    if _shape(args["result"]) != _shape(args["input"]):
-        raise _other(f"{_name(node)} of padded rows")
-    _check_one(args["scale"])
-    values, buffers = outputs(node, 1), [args["result"]]
-    return OutputQuantization(Quantization.TENSOR, node, values, args["scale"], buffers=buffers)
-
-
-_OPS: dict[str, Callable[[fx.Node], OutputQuantization]] = {
-    "_C::per_token_group_fp8_quant": _group,
-    "_C::static_scaled_fp8_quant": _tensor,
-}
-
-
-_FP32 = (torch.float32,), "scales of "
+    given = {"quantized": quantized, "scales": scales}
+    return OutputQuantization(spelling, node, [values, outputs(node, 2)], given)
 
 
 def _check_type(node: fx.Node, dtypes: tuple[torch.dtype, ...], what: str = "") -> None:
     _shape(node)
-    if (dtype := node.meta["val"].dtype) not in dtypes:
+    if (dtype := dtype_of(node)) not in dtypes:
         raise _other(f"{what}{dtype}")
 
 
 def _check_one(scale: fx.Node) -> None:
     """One scale, as the epilogue takes it."""
-    _check_type(scale, *_FP32)
+    _check_type(scale, (torch.float32,), "scales of ")
     if any(size != 1 for size in scale.meta["val"].shape):
         raise _other(f"a scale {list(scale.meta['val'].shape)}")
 
 
 def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization:
     """`QuantFP8` in aten ops, for one given scale."""
-    pointwise = _POINTWISE | probe.VIEWS
 
     def later(node: fx.Node) -> list[fx.Node]:
         ends = dtype_of(node) in FP8_DTYPES
-        return [] if ends else [user for user in node.users if user.target in pointwise]
+        return [] if ends else [user for user in node.users if user.target in _POINTWISE]
 
     dependent = set(walk(output, later))
     sinks = [node for node in dependent if dtype_of(node) in FP8_DTYPES]
@@ -215,34 +184,30 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
         raise _other(f"in aten ops: {', '.join(map(_name, readers))}")
     [sink] = sinks
     users = {user for node in dependent - {sink} for user in node.users} - dependent
-    others = sorted(filter(is_live, users))
-    if others:
+    if others := sorted(filter(is_live, users)):
         raise Declined("output-shared", f"the quantization and {', '.join(map(_name, others))}")
-    interior, leaves = probe.cone([sink], stop=output, ops=pointwise)
+    interior, leaves = probe.cone([sink], stop=output, ops=_POINTWISE)
     given = [leaf for leaf in leaves if leaf not in output]
     if len(given) != 1:
         raise _other(f"in aten ops, from {len(given)} other values")
     _check_one(given[0])
     if output[0].meta["val"].dtype.itemsize != 2:
         raise _other(f"of {output[0].meta['val'].dtype}")
-    if not _is_formula(interior, output, given[0], sink):
+    if not _is_formula(interior, output, given[0]):
         raise _other("in aten ops, by another formula")
-    return OutputQuantization(Quantization.TENSOR_NATIVE, sink, [sink], given[0])
+    return OutputQuantization(Quantization.TENSOR_NATIVE, sink, [[sink]], {"scale": given[0]})
 
 
-def _is_formula(
-    interior: list[fx.Node], output: list[fx.Node], scale: fx.Node, sink: fx.Node
-) -> bool:
-    """Whether the interior computes fp8(clamp(x * (1 / scale))), in fp32 and to the bit.
+def _is_formula(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
+    """Whether the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit.
 
     What is rounded to fp8 is compared before: other orders of operations differ there.
     """
-    if rows.mixing(interior) or not _takes_reciprocal(interior, output, scale):
+    if probe.mixes(interior) or not _takes_reciprocal(interior, output, scale):
         return False
+    sink, shape = interior[-1], probe.concrete_shape(output[0])
     dtype = sink.meta["val"].dtype
-    most = largest(dtype)
-    shape = probe.concrete_shape(output[0])
-    generator = torch.Generator().manual_seed(0x5EED)
+    most, generator = largest(dtype), torch.Generator().manual_seed(0x5EED)
     for number in _SCALES:
         bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
         x = bits.view(output[0].meta["val"].dtype)
@@ -261,10 +226,7 @@ def _is_formula(
 def _takes_reciprocal(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
     """Whether what is computed from `output` reads 1 / scale, and no other value, for a scale of
     each exponent of positive normal fp32 numbers, the least and the largest."""
-    values = set(output)
-    for node in interior:
-        if values & set(node.all_input_nodes):
-            values.add(node)
+    values = set(walk(output, lambda node: node.users.keys() & set(interior)))
     alone = [node for node in interior if node not in values]
     read = {n for node in values & set(interior) for n in node.all_input_nodes} - values
     mantissas = torch.rand(254, generator=torch.Generator().manual_seed(0x5EED)) + 1

@@ -6,10 +6,9 @@ movement, and addition, negation and multiplication. Its result is then a polyno
 and two polynomials that agree at a random point are the same one (Schwartz-Zippel lemma), up to
 float64 rounding.
 
-That holds for the number of tokens that is run. It holds for every number because the same
-polynomials make every token of the result from that token of the inputs, which `patterns.rows`
-decides without running anything; a graph of one number of tokens is run with that one. No two
-tokens of a probe are at the same position, so none stands for another.
+That holds for the number of tokens that is run, and for every number because the same polynomials
+make every token of the result from that token of the inputs, which `mixes` decides without running
+anything. No two tokens of a probe are at the same position, so none stands for another.
 """
 
 import math
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_fusion.patterns import rows
-from mla_fusion.patterns.nodes import dtype_of, is_float, walk
+from mla_fusion.patterns.nodes import arguments, dtype_of, is_float, tensors, walk
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -30,46 +28,27 @@ TOKENS = 3
 TABLE_ROWS = 7
 
 VIEWS = {
-    operator.getitem,
-    aten.reshape.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.alias.default,
-}
-MOVES = {
-    aten.cat.default,
-    aten.stack.default,
-    aten.clone.default,
-    aten.copy.default,
-    aten.slice_scatter.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.embedding.default,
-}
-ARITHMETIC = {
-    aten.mul.Tensor,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.neg.default,
-}
+    operator.getitem, aten.reshape.default, aten.view.default, aten._unsafe_view.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.expand.default, aten.permute.default,
+    aten.transpose.int, aten.alias.default,
+}  # fmt: skip
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
-SIZES = {aten.sym_size.int}
-PURE = VIEWS | MOVES | ARITHMETIC | CASTS | SIZES
+# What is looked up in, and where.
 LOOKUPS = {
     aten.index.Tensor: lambda node: (node.args[0], node.args[1][0]),
     aten.index_select.default: lambda node: (node.args[0], node.args[2]),
     aten.embedding.default: lambda node: (node.args[0], node.args[1]),
 }
+PURE = VIEWS | CASTS | LOOKUPS.keys() | {
+    aten.cat.default, aten.stack.default, aten.clone.default, aten.copy.default,
+    aten.slice_scatter.default, aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
+    aten.sym_size.int,
+}  # fmt: skip
+# They take sizes; a size may depend on the number of tokens.
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+# Their `dim` is one of the result that the inputs do not have.
+_NEW_DIM = {aten.unsqueeze.default, aten.stack.default}
 
 
 def cone(
@@ -113,7 +92,7 @@ def run(
     """
     interior, leaves = cone(outputs, stop)
     casts = (node for node in interior if node.target in CASTS)
-    if rows.mixing(interior) or not all(_keeps_precision(cast, activation) for cast in casts):
+    if mixes(interior) or not all(_keeps_precision(cast, activation) for cast in casts):
         return None
     values = _leaf_values(leaves)
     return None if values is None else evaluate(interior, values, no_ops=CASTS)
@@ -177,9 +156,12 @@ def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any] | None:
     return values
 
 
-def same(a: Any, b: torch.Tensor) -> bool:
-    """Whether two float64 results are equal up to the rounding of a handful of operations."""
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+def same(values: dict[fx.Node, Any], wanted: dict[fx.Node, torch.Tensor]) -> bool:
+    """Whether float64 values are those wanted, up to the rounding of a handful of operations."""
+    return all(
+        values[node].shape == want.shape and torch.allclose(values[node], want, 1e-9, 1e-9)
+        for node, want in wanted.items()
+    )
 
 
 def unmodified(node: fx.Node) -> fx.Node | None:
@@ -204,3 +186,121 @@ def strip(node: fx.Node, targets: set[Any]) -> fx.Node:
     while node.op == "call_function" and node.target in targets and node.args:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+class _Mixed(Exception):
+    """An op does not keep the tokens apart, or it cannot be told."""
+
+
+def mixes(interior: Iterable[fx.Node]) -> bool:
+    """Whether a node of a cone does not treat every token alike, or may not.
+
+    A value has at most one token dimension: the one whose size is a multiple of the number of
+    tokens, which is a symbol. An op keeps the tokens apart if token t of its result is a function
+    of token t of its inputs, the same function for every t and for every number of tokens; then so
+    does a cone of such ops. It rests on the sizes in the metadata and on the names of an op's
+    arguments in its schema. An op that acts along the token dimension is refused unless it takes
+    all of it, from 0 to the end; so is one whose numbers depend on the number of tokens.
+
+    Where no size is a symbol the graph has one number of tokens, and is probed with that.
+    """
+    unit: Any = None
+    try:
+        for node in interior:
+            shapes = (tensor.shape for n in (node, *node.all_input_nodes) for tensor in _tensors(n))
+            sizes: list[Any] = [size for shape in shapes for size in shape if _is_symbolic(size)]
+            for size in (size.node.expr for size in sizes):
+                # The least size so far of which all others are multiples.
+                if unit is None or (_times(unit, size) and not _times(size, unit)):
+                    unit = size
+                if not _times(size, unit):
+                    return True
+            _check(node)
+    except _Mixed:
+        return True
+    return False
+
+
+def _times(size: Any, unit: Any) -> bool:
+    """Whether `size` is a whole multiple of `unit`."""
+    return size == unit or bool((size / unit).cancel().is_Integer)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """What a node stands for: one tensor or several; none for a size."""
+    if node.meta.get("val") is None:
+        raise _Mixed
+    return tensors(node)
+
+
+def _is_symbolic(size: Any) -> bool:
+    """Whether a size depends on the number of tokens."""
+    return not isinstance(size, int) and bool(size.node.expr.free_symbols)
+
+
+def _token_dim(node: fx.Node) -> int | None:
+    """The token dimension of a node's value, or of every one of its values."""
+    shapes = [tensor.shape for tensor in _tensors(node)]
+    dims = [[dim for dim, size in enumerate(shape) if _is_symbolic(size)] for shape in shapes]
+    if any(len(each) > 1 or each != dims[0] for each in dims):
+        raise _Mixed
+    return dims[0][0] if dims and dims[0] else None
+
+
+def _check(node: fx.Node) -> None:
+    """Raise `_Mixed` unless `node` keeps the tokens apart."""
+    made = _token_dim(node)
+    inputs = [n for n in node.all_input_nodes if _tensors(n)]
+    given = [_token_dim(n) for n in inputs]
+    if not _tensors(node) or node.target is operator.getitem:
+        return
+    of_tokens = any(dim is not None for dim in given)
+    expanded = made is not None and node.target is aten.expand.default
+    if of_tokens != (made is not None) and not expanded:
+        raise _Mixed  # some rows of a value without tokens, or one row of all
+    named = arguments(node)
+    _check_dim(node, named)
+    _check_sizes(node, named)
+    # Tokens may be what is looked up, not what is looked up in.
+    if node.target is aten.index.Tensor:
+        dim, places = _token_dim(named["self"]), named["indices"]
+        if dim is not None and dim < len(places) and places[dim] is not None:
+            raise _Mixed
+    if node.target is aten.embedding.default and _token_dim(named["weight"]) is not None:
+        raise _Mixed
+    if node.target in _RESHAPES and made is not None:
+        before, after = inputs[0].meta["val"].shape, node.meta["val"].shape
+        if math.prod(before[: given[0]]) != math.prod(after[:made]):
+            raise _Mixed
+
+
+def _check_dim(node: fx.Node, named: dict[str, Any]) -> None:
+    """An op along one dimension: not along that of the tokens, unless it takes all of it."""
+    if "dim" not in named or node.target in _NEW_DIM:
+        return
+    dims = named["dim"] if isinstance(named["dim"], tuple | list) else [named["dim"]]
+    rank = max(tensor.dim() for n in node.all_input_nodes for tensor in _tensors(n))
+    along = {_token_dim(n) for n in node.all_input_nodes}
+    if any(dim % rank in along for dim in dims) and not _takes_all(node, named):
+        raise _Mixed
+
+
+def _takes_all(node: fx.Node, named: dict[str, Any]) -> bool:
+    """Whether a slice, or a scatter into one, is of all rows."""
+    if not {"start", "end", "step"} <= named.keys():
+        return False
+    whole = [*node.all_input_nodes[:1], node, named.get("src", node)]
+    rows = {str(_tensors(each)[0].shape[_token_dim(each) or 0]) for each in whole}
+    return named["start"] in (None, 0) and named["step"] == 1 and len(rows) == 1
+
+
+def _check_sizes(node: fx.Node, named: dict[str, Any]) -> None:
+    """A number that is computed from the number of tokens is a size, or the end of all rows."""
+    if node.target in _RESHAPES or node.target is aten.expand.default:
+        return
+    for name, value in named.items():
+        found: list[fx.Node] = []
+        fx.node.map_arg(value, found.append)
+        sized = not all(_tensors(n) for n in found)
+        if sized and not (name == "end" and _takes_all(node, named)):
+            raise _Mixed

@@ -1,4 +1,4 @@
-"""One MLA attention call in a functionalized graph, with the cache update that feeds it.
+"""One MLA attention call in a functionalized graph, and what is rotated and written before it.
 
     kv_c ────────────┬───────────────┐
     k_pe (rotated) ──┼──► cache_update ──► dummy ┐
@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from mla_fusion.ops import Rope
 from mla_fusion.patterns import probe
-from mla_fusion.patterns.nodes import arguments
+from mla_fusion.patterns.nodes import arguments, dtype_of, schema_of
 from mla_fusion.report.reasons import Declined
 
 ATTENTION = "vllm::unified_mla_attention_with_output"
@@ -27,22 +28,20 @@ CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"
 FUSED_ROPE_UPDATE = "vllm::fused_rope_unified_mla_kv_cache_update"
 # What they call the latents and the scale.
 _WRITES = {CACHE_UPDATE: ("kv_c_normed", "k_scale"), FUSED_ROPE_UPDATE: ("kv_c", "kv_cache_scale")}
-
 # Arguments of vLLM's attention op that this library's op takes too. A layer that sets any other
 # (a quantized output, a query replicated for context parallelism) is declined.
 _TAKEN_OVER = {"q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"}
 
 
-def op_name(target: Any) -> str:
-    """ "namespace::name" of an op overload, else an empty string."""
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+def called(node: Any) -> str:
+    """ "namespace::name" of the op that `node` calls, functionalized or not; empty for others."""
+    schema = schema_of(node) if isinstance(node, fx.Node) else None
+    return schema.name if schema else ""
 
 
 def functionalized_op(node: Any) -> str:
     """The op's name if `node` is auto_functionalized(op, ...), else an empty string."""
-    if isinstance(node, fx.Node) and node.target is auto_functionalized:
-        return op_name(node.args[0])
-    return ""
+    return called(node) if getattr(node, "target", None) is auto_functionalized else ""
 
 
 def made_by(node: Any) -> str:
@@ -61,7 +60,7 @@ def naming(layer_name: Any, after: fx.Node, before: fx.Node) -> Iterator[str]:
     node = after.next
     while node is not before and node.op != "root":
         if layer_name in (*node.args, *node.kwargs.values()):
-            yield functionalized_op(node) or op_name(node.target)
+            yield called(node)
         node = node.next
 
 
@@ -74,14 +73,9 @@ def is_live(node: fx.Node) -> bool:
 
 def same_view(a: Any, b: Any) -> bool:
     """Whether two nodes are the same chain of views of the same node."""
-    while a is not b:
-        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-            return False
-        same = a.target is b.target and a.args[1:] == b.args[1:] and a.kwargs == b.kwargs
-        if a.target not in probe.VIEWS or not same:
-            return False
-        a, b = a.args[0], b.args[0]
-    return True
+    views = isinstance(a, fx.Node) and isinstance(b, fx.Node) and a.target in probe.VIEWS
+    alike = views and (a.target, a.args[1:], a.kwargs) == (b.target, b.args[1:], b.kwargs)
+    return a is b or (alike and same_view(a.args[0], b.args[0]))
 
 
 @dataclass(frozen=True)
@@ -98,6 +92,26 @@ class Site:
     k_scale: fx.Node
 
 
+@dataclass(frozen=True)
+class RopeMatch:
+    """The values before rotation, and how the graph rotates them.
+
+    q is [T, H, P + R]; k_pe is [T, 1, R] or [T, R]; positions [T] and cos_sin_cache
+    [max_position, R] are None where nothing is rotated. `rotated` are the nodes whose values no
+    longer exist once the rotation is part of another op. q_factor is a factor of each token, of any
+    shape, that multiplies the query after the rotation; None if there is none.
+    """
+
+    rope: Rope
+    is_neox: bool
+    q: fx.Node
+    k_pe: fx.Node
+    positions: fx.Node | None = None
+    cos_sin_cache: fx.Node | None = None
+    rotated: tuple[fx.Node, ...] = ()
+    q_factor: fx.Node | None = None
+
+
 def attention_calls(graph: fx.Graph) -> list[fx.Node]:
     """Every functionalized call of vLLM's MLA attention op, in graph order."""
     return [node for node in graph.nodes if functionalized_op(node) == ATTENTION]
@@ -111,14 +125,13 @@ def read_site(attention: fx.Node) -> Site:
     """
     args = arguments(attention)
     extra = sorted(name for name, v in args.items() if v is not None and name not in _TAKEN_OVER)
-    if {"output_scale", "output_block_scale"} & set(extra):
-        raise Declined("quantized-output", ", ".join(extra))
     if extra:
-        raise Declined("attention-argument", ", ".join(extra))
+        quantized = {"output_scale", "output_block_scale"} & set(extra)
+        raise Declined("quantized-output" if quantized else "attention-argument", ", ".join(extra))
     update = args["kv_cache_dummy_dep"]
     if isinstance(update, fx.Node) and update.target is operator.getitem and update.args[1] == 0:
         update = update.args[0]
-    name = functionalized_op(update) or op_name(getattr(update, "target", None))
+    name = called(update)
     if name not in _WRITES:
         raise Declined("cache-update", f"written by {name or update}")
     written = arguments(update)
@@ -135,3 +148,19 @@ def read_site(attention: fx.Node) -> Site:
     if [node.meta["val"].dim() for node in nodes] != [3, 2, 3]:
         raise Declined("shape", ", ".join(f"{n.name} {list(n.meta['val'].shape)}" for n in nodes))
     return Site(attention, update, *nodes, args["layer_name"], written["kv_cache_dtype"], scale)
+
+
+def is_rope_table(table: Any, positions: Any, site: Site) -> bool:
+    """Whether these are the arguments of a rotation of all of k_pe [T, 1, R].
+
+    The table [max_position, R] is of the activation type or fp32, positions [T] are int64.
+    """
+    given = (table, positions, site.k_pe)
+    if not all(isinstance(node, fx.Node) and dtype_of(node) for node in given):
+        return False
+    value, pos, k_pe = (node.meta["val"] for node in given)
+    return (
+        (value.dim(), value.shape[-1:]) == (2, k_pe.shape[-1:])
+        and value.dtype in (k_pe.dtype, torch.float32)
+        and (pos.dim(), pos.dtype) == (1, torch.int64)
+    )

@@ -1,7 +1,4 @@
-"""How many examples the property tests make, and what a run of them reached.
-
-With `-n`, pytest-xdist's workers count and hand their counts to the process that reports.
-"""
+"""How many examples the property tests make, and how many tests a run leaves out."""
 
 import os
 import tempfile
@@ -9,8 +6,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from tests import tally
 
 # Before torch is imported, here and in the processes that tests start. Tensors are small: more
 # threads only spin at each other's barriers, on cores that two pytest processes share.
@@ -22,7 +17,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # The same graphs in every run of a profile: a red build is the change's, not the dice's.
 _IGNORED = HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much
 _COMMON = settings(deadline=None, derandomize=True, database=None, suppress_health_check=_IGNORED)
-for _profile, _examples in (("default", 250), ("nightly", 20_000), ("quick", 100)):
+for _profile, _examples in (("default", 250), ("nightly", 20_000)):
     settings.register_profile(_profile, _COMMON, max_examples=_examples)
 settings.load_profile("default")
 _DESELECTED = pytest.StashKey[int]()
@@ -54,28 +49,20 @@ def pytest_deselected(items):
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node):
     """Take over what a worker counted; each of them collects, and deselects, the whole."""
-    output = getattr(node, "workeroutput", {})
-    tally.merge(output.get("tally", {}))
-    node.config.stash[_DESELECTED] = output.get("deselected", 0)
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
 
 
 def pytest_sessionfinish(session):
     """A worker hands over what it counted."""
     config = session.config
     if hasattr(config, "workeroutput"):
-        config.workeroutput["tally"] = tally.counts()
         config.workeroutput["deselected"] = config.stash.get(_DESELECTED, 0)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """How many tests were left out, and the counts of the property tests."""
+    """How many tests were left out."""
     if deselected := config.stash.get(_DESELECTED, 0):
         terminalreporter.write_line(f"left out by -m and -k: {deselected} tests")
-    lines = tally.lines()
-    if lines:
-        terminalreporter.section("property tests")
-    for line in lines:
-        terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -37,11 +37,10 @@ BLOCKS = [
     for name, text in TEXT.items()
     for index, (language, body) in enumerate(FENCE.findall(text))
 ]
-COMMANDS = ("make", "pip", "git", "vllm", "mla-fusion", "python", "mkdocs", "pre-commit")
 SHELL = ("bash", "sh", "console")
 PARSERS = {"json": json.loads, "toml": tomllib.loads}
 LANGUAGES = ("", "text", "python", "diff", *PARSERS, *SHELL)
-# Run by tests/test_docs_rope.py, against a changed copy of the source.
+# Run by tests/test_docs_followed.py, against a changed copy of the source.
 ELSEWHERE = "docs/new-rope.md"
 
 
@@ -57,7 +56,7 @@ def commands(language, body):
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     found = []
     for line in lines:
-        shell = line.startswith(COMMANDS) and not line.startswith("mla-fusion: ")
+        shell = line.startswith(tuple(COMMANDS)) and not line.startswith("mla-fusion: ")
         if language not in SHELL and not found and not shell:
             return []
         words = shlex.split(line, comments=True)
@@ -110,14 +109,12 @@ def check_python(words):
     assert words[0] == "-m" or (ROOT / words[0]).is_file(), words
 
 
-def check(command):
-    name, *words = command
-    assert name in COMMANDS, f"{name}: no check knows this command"
-    if name == "mla-fusion":
-        cli._parser(cli._COMMANDS).parse_args(words)
-    checks = {"vllm": check_vllm, "pip": check_pip, "make": check_make, "python": check_python}
-    if name in checks:
-        checks[name](words)
+# Each with the check of its arguments.
+COMMANDS = {
+    "mla-fusion": cli._parser(cli._COMMANDS).parse_args, "vllm": check_vllm, "pip": check_pip,
+    "make": check_make, "python": check_python,
+    **dict.fromkeys(("git", "mkdocs", "pre-commit"), lambda words: None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("label, language, body", BLOCKS, ids=[block[0] for block in BLOCKS])
@@ -125,8 +122,9 @@ def test_block(label, language, body):
     """Every block is shell, data, Python or text (drawings and output)."""
     assert language in LANGUAGES, f"no test knows what {language} is"
     assert language != "diff" or label.startswith(ELSEWHERE)
-    for command in commands(language, body):
-        check(command)
+    for name, *words in commands(language, body):
+        assert name in COMMANDS, f"{name}: no check knows this command"
+        COMMANDS[name](words)
     if language in PARSERS:
         PARSERS[language](body)
 

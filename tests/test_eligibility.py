@@ -115,7 +115,7 @@ class TestPortable:
         """The portable decode of a GPU, which has none here."""
         attention.get_provider.cache_clear()
         monkeypatch.setattr(triton, "require", lambda: None)
-        monkeypatch.setattr(eligibility, "portable_provider", lambda device: "triton")
+        monkeypatch.setattr(attention, "portable_provider", lambda device: "triton")
         yield
         attention.get_provider.cache_clear()
 
@@ -174,7 +174,7 @@ class TestAiter:
     def test_each_shorter_query_needs_a_kernel_too(self, monkeypatch):
         monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
         key = ("gfx942", "bf16", 16)
-        monkeypatch.setitem(selection._QUERY_LENS, key, (2,))
+        monkeypatch.setitem(selection._QUERY_LENS, key, ((2,), ()))
         assert not declined(layer(), "aiter", BF16, "aiter", 2)
         lens = selection.aiter_verdict
 

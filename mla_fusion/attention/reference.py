@@ -5,33 +5,31 @@ dot products of the definition, no online softmax), rounded once to the output t
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
 from mla_fusion.attention.plan.inputs import Inputs, Scope
 from mla_fusion.attention.plan.layouts import read_keys
 
 
 def require() -> None:
-    """The reference needs nothing but torch."""
+    """It needs nothing but torch."""
 
 
-def plan_settings(
-    num_heads: int, max_query_len: int, kv_dtype: torch.dtype, width: int, device: torch.device
-) -> dict[str, int]:
-    """Arguments of `PersistentDecodePlan.allocate` that suit this provider."""
-    return {"ctas": 8}  # one after another: any number is as fast
+def plan_settings(*_: Any) -> dict[str, int]:
+    """Any number of CTAs is as fast, since they are one after another."""
+    return {"ctas": 8}
 
 
-def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
-    """Numbers of sequences to run before the first request: nothing is compiled."""
+def warm_up_batches(*_: Any) -> list[int]:
+    """Nothing is compiled."""
     return [1]
 
 
-def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
-    """Why it does not decode such queries over such a cache: it decodes all."""
+def unsupported(*_: Any) -> str:
+    """It decodes all."""
     return ""
 
 
@@ -80,11 +78,10 @@ def write(given: Inputs, tile: int, output: torch.Tensor, logsumexp: torch.Tenso
     """Store the rows of a tile, less its padded heads."""
     sequence, block = divmod(tile, given.plan.layout.fold)
     per_work, token = given.plan.layout.per_work, int(given.plan.qo_indptr[sequence])
-    first, tokens = block * per_work, slice(token, token + len(output))
-    last = min(first + per_work, given.plan.layout.heads)
-    given.out[tokens, first:last] = output[:, : last - first].to(given.out.dtype)
-    if given.lse is not None:
-        given.lse[tokens, first:last] = logsumexp[:, : last - first]
+    at = slice(token, token + len(output)), slice(block * per_work, (block + 1) * per_work)
+    for target, values in (given.out, output), (given.lse, logsumexp):
+        if target is not None:
+            target[at].copy_(values[:, : target[at].shape[1]])
 
 
 def merge(given: Inputs, partial_output: torch.Tensor, partial_lse: torch.Tensor) -> None:
@@ -139,21 +136,13 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def sparse_mla_decode(
-    q: torch.Tensor,
-    scopes: Sequence[Scope],
-    lengths: Sequence[torch.Tensor | None],
-    *,
-    latent: int,
-    softmax_scale: float,
-    kv_dtype: torch.dtype,
-    sink: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    kv_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, scopes: Sequence[Scope], lengths: Sequence[torch.Tensor | None], *,
+    latent: int, softmax_scale: float, kv_dtype: torch.dtype, sink: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None, kv_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) in fp32 as `sparse.sparse_mla_decode`, without a plan, keys not rounded.
 
-    lengths: as `SparseScratch.refresh` takes them. latent, kv_dtype: `v_head_dim` and `kv_dtype` of
-    the scratch.
+    lengths: as `SparseScratch.refresh` takes them. latent, kv_dtype: of the scratch.
     """
     out = q.new_zeros((*q.shape[:2], latent), dtype=torch.float32)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
@@ -163,12 +152,11 @@ def sparse_mla_decode(
         for scope, length in zip(scopes, lengths, strict=True):
             slots = scope.table[token] if length is None else scope.table[token, : length[token]]
             slots = slots[slots >= 0].long()
-            if scope.layout is None:
-                page = scope.kv_cache.shape[1]
-                stored = scope.kv_cache[slots // page, slots % page]
-                rows.append(dequantize(stored, kv_scale))
-            else:
+            if scope.layout is not None:
                 rows.append(read_keys(scope.kv_cache, slots, scope.layout, kv_dtype))
+            else:
+                page = scope.kv_cache.shape[1]
+                rows.append(dequantize(scope.kv_cache[slots // page, slots % page], kv_scale))
         keys = torch.cat(rows)
         if not len(keys):
             continue

@@ -5,9 +5,7 @@ chose, or both (DeepSeek-V3.2, V4). A token becomes a sequence of a persistent p
 the first scope, padded to whole tiles, then those of the last. So both scopes are one launch, one
 softmax runs over them, and the log-sum-exp merge of the splits is the plan's own reduction.
 
-A cache is of one type, or of bytes in a layout of `plan/layouts.py`, the caches that vLLM keeps for
-DeepSeek-V3.2, GLM-5 and V4. Those are read in place: on Hopper by `hopper/sparse_specialized.py`,
-or for few heads of V3.2 by `hopper/sparse_fp8.py`, elsewhere by the portable kernel.
+A cache is of one type, or of bytes in a layout of `plan/layouts.py`, which kernels read in place.
 """
 
 import dataclasses
@@ -18,8 +16,8 @@ import torch
 from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import layouts
+from mla_fusion.attention.plan.buffers import check
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
-from mla_fusion.attention.triton.choice import sparse_settings
 
 # Scopes change between tiles, and both kernels' tiles divide this.
 TILE = 64
@@ -30,9 +28,9 @@ class SparseScratch:
     """The plan and workspaces of sparse decode steps of one shape, at fixed addresses.
 
     Make it with `sparse_scratch`. It depends on the number of tokens and on lengths, not on the
-    slots, so all layers with the same lengths share it. Others, even of equal shape, need another:
-    a refresh overwrites the last one's. widths: most columns of the index rows of each scope.
-    counted: of each, whether the last refresh was given lengths.
+    slots, so all layers with the same lengths share it; others, even of equal shape, need another.
+    widths: most columns of the index rows of each scope. counted: of each, whether the last refresh
+    was given lengths.
     """
 
     widths: tuple[int, ...]
@@ -60,19 +58,13 @@ class SparseScratch:
         Raises:
             ValueError: more tokens than the scratch holds, or lengths that are not as above.
         """
-        if not 1 <= num_tokens <= self.plan.settings.max_batch:
-            raise ValueError(
-                f"{num_tokens} tokens do not fit a scratch for 1 to "
-                f"{self.plan.settings.max_batch}: make it for the largest step"
-            )
-        if len(lengths) != len(self.widths):
-            raise ValueError(f"lengths must have {len(self.widths)} entries, got {len(lengths)}")
+        most, scopes = self.plan.settings.max_batch, len(self.widths)
+        want = f"1 to {most}: make the scratch for the largest step"
+        check("num_tokens", 1 <= num_tokens <= most, want, num_tokens)
+        check("lengths", len(lengths) == scopes, f"those of {scopes} scopes", len(lengths))
         for scope, given in enumerate(lengths):
-            if given is not None and (given.dtype, given.shape) != (torch.int32, (num_tokens,)):
-                raise ValueError(
-                    f"lengths of scope {scope} must be int32 [{num_tokens}], got {given.dtype} "
-                    f"{tuple(given.shape)}"
-                )
+            ok = given is None or (given.dtype, given.shape) == (torch.int32, (num_tokens,))
+            check(f"lengths of scope {scope}", ok, f"int32 [{num_tokens}]", given)
         self.counted = tuple(given is not None for given in lengths)
         seq_lens = self.seq_lens[:num_tokens]
         if lengths[-1] is None:
@@ -90,54 +82,37 @@ class SparseScratch:
 
 
 def sparse_scratch(
-    *,
-    max_tokens: int,
-    num_heads: int,
-    widths: tuple[int, ...],
-    q_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device | str,
-    layout: layouts.CacheLayout | None = None,
-    ctas: int | None = None,
-    v_head_dim: int = 512,
-) -> SparseScratch:
+    *, max_tokens: int, num_heads: int, widths: tuple[int, ...], q_dtype: torch.dtype,
+    kv_dtype: torch.dtype, device: torch.device | str, layout: layouts.CacheLayout | None = None,
+    ctas: int | None = None, v_head_dim: int = 512,
+) -> SparseScratch:  # fmt: skip
     """A new scratch for steps of up to `max_tokens` tokens.
 
     Args:
         widths: most columns of the index rows of one or two scopes.
         kv_dtype: of the caches; of the e4m3 values where they are of bytes.
         layout: of caches of bytes. The plan suits the kernel that reads them.
-        Others as `PersistentDecodePlan.allocate`.
-
-    Raises:
-        ValueError: an argument is out of range.
+        Others, and errors, as `PersistentDecodePlan.allocate` has them.
     """
-    if len(widths) not in (1, 2) or min(widths) < 1:
-        raise ValueError(f"widths must be those of one or two scopes, got {widths}")
-    settings = sparse_settings(num_heads, len(widths), layout, torch.device(device))
+    ok = len(widths) in (1, 2) and min(widths) >= 1
+    check("widths", ok, "those of one or two scopes", widths)
+    settings = provider.sparse_settings(num_heads, len(widths), layout, torch.device(device))
     if ctas is not None:
         settings["ctas"] = ctas
     plan = PersistentDecodePlan.allocate(
         max_batch=max_tokens, max_query_len=1, num_heads=num_heads, q_dtype=q_dtype,
         kv_dtype=kv_dtype, device=device, v_head_dim=v_head_dim, **settings,
     )  # fmt: skip
-
     starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
     return SparseScratch(widths, plan, starts, 0 * starts[:-1], 0 * starts[:-1])
 
 
 def sparse_mla_decode(
-    q: torch.Tensor,
-    scopes: Sequence[Scope],
-    scratch: SparseScratch,
-    *,
-    softmax_scale: float,
-    sink: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    kv_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    q: torch.Tensor, scopes: Sequence[Scope], scratch: SparseScratch, *, softmax_scale: float,
+    sink: torch.Tensor | None = None, q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None,
     return_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention of token t over the keys in the slots that row t of each scope lists.
 
     With k the cached [latent | rope] rows of all slots of token t that count and are not -1, one
@@ -149,7 +124,6 @@ def sparse_mla_decode(
     without the last term if there is no sink. A row without keys is zero, with an LSE of -inf.
 
     Args:
-        q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension.
         scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense
             in its last dimension; each table [T, width] int32 lists slots, block * page_size
             + entry, or -1 for none, anywhere in the row. A table may be narrower than the scratch
@@ -159,32 +133,18 @@ def sparse_mla_decode(
             products. L is `layout.latent` = 512; `FP8_DS_MLA` has 64 rotated columns beside it,
             `FP8_DS_MLA_V4` has them as the last 64 of it.
         scratch: refreshed for this step.
-        softmax_scale: of the scores; the scales below come on top.
-        sink: [H] fp32, one more score for each head, of a key whose value is zero.
-        q_scale, kv_scale: one fp32 element each: value = stored * scale, where it is fp8. With a
-            layout there is no kv_scale: entries have scales of their own.
-        out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
-        return_lse: also return the log-sum-exp, natural logarithm, without the sink.
-
-    Returns:
-        (out, lse [T, H] fp32, or None unless asked for).
-
-    Raises:
-        ProviderUnavailable: Triton kernels cannot run here.
-        ValueError: an argument breaks the table above, or the scratch is not of this step.
+        sink: [H] fp32, one more score for each head, of a key whose value is zero; not in the LSE.
+        Others, results and errors as `persistent_mla_decode` has them, but a layout has no
+            kv_scale: its entries have scales of their own.
     """
     provider.require()
     latent = scratch.plan.settings.v_head_dim
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
         out = q.new_empty((*q.shape[:2], latent), dtype=dtype)
-    if len(scopes) != len(scratch.widths):
-        raise ValueError(f"the scratch is for {len(scratch.widths)} scopes, got {len(scopes)}")
-    if any(scope.layout != scopes[0].layout for scope in scopes):
-        raise ValueError(
-            f"both scopes must have one layout, got {[scope.layout for scope in scopes]}: "
-            "one launch reads one of them"
-        )
+    count, used = len(scratch.widths), [scope.layout for scope in scopes]
+    check("scopes", len(scopes) == count, f"{count}, as of the scratch", len(scopes))
+    check("both scopes", len({*used}) == 1, "of one layout: one launch reads one of them", used)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     every = []
     for number, scope in enumerate(scopes):
@@ -208,20 +168,16 @@ def _check(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) 
     latent, heads = given.plan.settings.v_head_dim, given.plan.settings.num_heads
     if given.layout is None:
         provider.check(given.q, given.kv_cache, latent)
-    elif given.kv_scale is not None:
-        raise ValueError("kv_scale must be None: the entries of the cache have scales of their own")
     else:
-        layouts.check(given.q, given.kv_cache, given.plan.settings, given.layout)
+        none = "None: the entries of the cache have scales of their own"
+        check("kv_scale", given.kv_scale is None, none, given.kv_scale)
+        layouts.validate(given.q, given.kv_cache, given.plan.settings, given.layout)
         provider.refuse_fp8(given.q.device, kv_cache=given.plan.settings.kv_dtype)
     columns = given.block_table.shape[1]
-    if columns > width or (columns < width and not counted):
-        most = f"{width} columns" + (" at most" if counted else ", as no lengths were given")
-        raise ValueError(f"the table must have {most}, got {columns}")
-    if sink is None:
-        return
-    dense = sink.shape == (heads,) and sink.is_contiguous()
-    if not dense or sink.dtype != torch.float32 or sink.device != given.plan.device:
-        raise ValueError(
-            f"sink must be dense fp32 [{heads}] on {given.plan.device}, got {sink.dtype} "
-            f"{tuple(sink.shape)} on {sink.device}"
-        )
+    most = " at most" if counted else ", as no lengths were given"
+    ok = columns == width or (columns < width and counted)
+    check("the table", ok, f"{width} columns wide{most}", columns)
+    if sink is not None:
+        of = sink.dtype, sink.shape, sink.device
+        ok = of == (torch.float32, (heads,), given.plan.device) and sink.is_contiguous()
+        check("sink", ok, f"dense fp32 [{heads}] on {given.plan.device}", sink)

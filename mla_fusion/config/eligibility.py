@@ -1,21 +1,97 @@
-"""Which MLA layers the fused op can serve: facts read from vLLM's layer, and the verdict."""
+"""Whether fusion applies: to an engine by vLLM's config of it, and to an MLA layer by its facts."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mla_fusion import kernels
-from mla_fusion.attention import get_provider, portable_provider
+from mla_fusion import attention, kernels
+from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device
-from mla_fusion.config import PLANNED, vllm_compat
+from mla_fusion.config import PLANNED, Options, read_options, vllm_compat
 from mla_fusion.kernels.triton import no_fp8
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Decline, sparse
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 # Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
 FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
+
+
+def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None:
+    """Why the passes cannot fire in an engine whose flag is on, and whose operator switched
+    Inductor's graph partition off if `partition_refused`. vLLM's defaults and its platform were
+    applied to its config.
+
+    Raises:
+        OptionError: as `read_options`.
+    """
+    options = read_options(vllm_config.additional_config)
+    version = vllm_compat.installed_version()
+    if not vllm_compat.is_supported(version):
+        return Decline("vllm-version", f"{version}, supported are {vllm_compat.window()}")
+    # A draft model's config holds its own model, and shares the compilation config with the
+    # engine's, which must not be decided differently.
+    served = getattr(vllm_config.speculative_config, "target_model_config", None)
+    model, compilation = served or vllm_config.model_config, vllm_config.compilation_config
+    if model is None or not vllm_compat.uses_mla(model):
+        return Decline("no-mla", getattr(model, "architecture", "") or "")
+    # Before what vLLM does with the class: that depends on the release and on the platform.
+    if decline := sparse(model.architecture, getattr(model.hf_text_config, "index_topk", None)):
+        return decline
+    if not options.provider:
+        return Decline("provider-platform")
+    try:
+        kernels.get_provider(options.provider)
+    except kernels.ProviderUnavailable as error:
+        return Decline("provider-unavailable", f"{options.provider}: {error}")
+    planned = options.attention in PLANNED
+    if planned and (decline := why_no_plan(vllm_config, options)):
+        return decline
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return Decline("context-parallel", "prefill")
+    if parallel.decode_context_parallel_size > 1:
+        if options.provider == "aiter":
+            return Decline("context-parallel", "AITER leaves out queries of other ranks' tokens")
+        if planned:
+            return Decline("context-parallel", f"attention={options.attention}")
+    if partition_refused and compilation.splitting_ops != []:
+        return Decline("graph-partition")
+    cudagraph_mode = getattr(compilation.cudagraph_mode, "name", None)
+    # vLLM turns the second into FULL when there is nothing to split at.
+    if cudagraph_mode == "FULL" or (
+        cudagraph_mode == "FULL_AND_PIECEWISE" and compilation.splitting_ops == []
+    ):
+        return Decline("cudagraph-full")
+    if compilation.inductor_compile_config.get("enable_auto_functionalized_v2"):
+        return Decline("functionalization-v2")
+    if compilation.mode == 0 and vllm_compat.runs_breakable_cudagraphs():
+        return Decline("breakable-cudagraph", model.architecture)
+    # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
+    if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
+        return Decline("not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}")
+    return None
+
+
+def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
+    """Why the decode of `options.attention` cannot run in this engine, whatever its layers are."""
+    asked, executor = f"attention={options.attention}", "aiter"
+    if options.attention == "portable":
+        executor = attention.portable_provider(torch.device(vllm_config.device_config.device_type))
+        asked += f", {executor}"
+    elif not vllm_compat.is_rocm():
+        return Decline("attention-platform")
+    try:
+        attention.get_provider(executor)
+        why = planner_aiter.cannot_cap(options.max_split_per_batch)
+    except kernels.ProviderUnavailable as error:
+        why = str(error)
+    if why:
+        return Decline("provider-unavailable", f"{asked}: {why}")
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
+        return Decline("microbatches")
+    return None
 
 
 @dataclass(frozen=True)
@@ -48,12 +124,9 @@ def facts(
     decline = _decline(layer, provider, activation)
     if decline is None and attention in PLANNED:
         types = vllm_compat.fp8_dtype() if quantized else activation, cache_dtype(layer, activation)
-        code, found = "portable-attention", _not_causal(layer)
-        if attention == "aiter":
-            code, found = "aiter-attention", found or _not_of_aiter(layer, *types, query_len)
-        else:
-            found = found or _not_portable(layer, *types)
-        decline = Decline(code, found) if found else None
+        code = "aiter-attention" if attention == "aiter" else "portable-attention"
+        why = _no_plan(layer, attention, *types, query_len)
+        decline = Decline(code, why) if why else None
     return LayerFacts(decline, quantized, no_epilogue(layer, attention, activation))
 
 
@@ -111,31 +184,25 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
     return None
 
 
-def _not_causal(layer: Any) -> str:
-    """Why the attention of this layer is not plain and causal, as every plan is; empty if it is."""
-    found = {
-        "a draft layer without causal mask": getattr(layer, "non_causal_multi_token_decode", False),
-        "a sliding window": getattr(layer, "sliding_window", None) is not None,
-        "attention sinks": getattr(layer.impl, "sinks", None) is not None,
-    }
-    return next((detail for detail, is_so in found.items() if is_so), "")
-
-
-def _not_portable(layer: Any, query: torch.dtype, cache: torch.dtype) -> str:
-    """Why the portable decode cannot serve this layer; empty if it can."""
-    impl = type(layer.impl).__name__
+def _no_plan(
+    layer: Any, planner: str, query: torch.dtype, cache: torch.dtype, query_len: int
+) -> str:
+    """Why the persistent decode "portable" or "aiter" cannot serve this layer; empty if it can."""
+    if getattr(layer, "non_causal_multi_token_decode", False):
+        return "a draft layer without causal mask"
+    if getattr(layer, "sliding_window", None) is not None:
+        return "a sliding window"
+    if getattr(layer.impl, "sinks", None) is not None:
+        return "attention sinks"
+    gpu, widths = layer._k_scale.device, (layer.kv_lora_rank, layer.qk_rope_head_dim)
+    if planner == "aiter":
+        heads, arch = layer.num_heads, device.architecture(gpu)
+        if why := selection.unsupported_widths(*widths):
+            return why
+        why = selection.aiter_verdict_up_to(heads, query_len, query, cache, arch).unsupported
+        return f"{heads} heads, {why}" if why else ""
+    impl, executor = type(layer.impl).__name__, attention.portable_provider(gpu)
     if "Aiter" in impl:
         return f"{impl} has a persistent plan of its own, and attention=aiter another"
-    executor = portable_provider(layer._k_scale.device)
-    widths = layer.kv_lora_rank, layer.qk_rope_head_dim
-    unsupported = get_provider(executor).unsupported(query, cache, *widths)
-    return f"{executor}: {unsupported}" if unsupported else ""
-
-
-def _not_of_aiter(layer: Any, query: torch.dtype, cache: torch.dtype, query_len: int) -> str:
-    """Why AITER's persistent decode cannot serve this layer; empty if it can."""
-    if widths := selection.unsupported_widths(layer.kv_lora_rank, layer.qk_rope_head_dim):
-        return widths
-    arch = device.architecture(layer._k_scale.device)
-    why = selection.aiter_verdict_up_to(layer.num_heads, query_len, query, cache, arch).unsupported
-    return f"{layer.num_heads} heads, {why}" if why else ""
+    why = attention.get_provider(executor).unsupported(query, cache, *widths)
+    return f"{executor}: {why}" if why else ""

@@ -23,12 +23,10 @@ def get_provider(name: str) -> Any:
     """The module that implements provider `name`, after its `require()` found all it needs.
 
     A provider module has `require() -> None`, which raises `ProviderUnavailable`;
-    `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which does not validate;
+    `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which need not validate;
     `unsupported(nope, rope, latent) -> str`, why it does not serve such widths, or an empty string;
-    if a first call compiles or builds something, `warmup` with the signature of `triton.warmup`;
-    and, if it keeps what it made of its arguments, `refresh() -> None`, which makes it anew in
-    place. Nothing falls back: an operator who asked for a kernel gets that kernel or an
-    error.
+    and, if a first call compiles or builds something, `warmup` with the signature of
+    `triton.warmup`. Nothing falls back: who asked for a kernel gets that kernel or an error.
     """
     return load(__name__, PROVIDERS, name)
 
@@ -53,40 +51,29 @@ def unsupported(provider: str, nope: int, rope: int, latent: int) -> str:
 
 
 def fused_mla_decode_prep(
-    q: torch.Tensor,
-    w_uk_t: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    *,
-    is_neox: bool,
-    q_out: torch.Tensor,
-    q_factor: torch.Tensor | None = None,
-    context_parallel: bool = False,
-    provider: str,
-) -> torch.Tensor:
+    q: torch.Tensor, w_uk_t: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor,
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None, k_scale: torch.Tensor, q_scale: torch.Tensor,
+    *, is_neox: bool, q_out: torch.Tensor, q_factor: torch.Tensor | None = None,
+    context_parallel: bool = False, provider: str,
+) -> torch.Tensor:  # fmt: skip
     """Rotate, absorb, concatenate, quantize the query and write the latent KV cache.
 
-    For every token t and head h, with P = qk_nope_head_dim, R = qk_rope_head_dim and
-    L = kv_lora_rank:
+    For every token t and head h, with P = qk_nope_head_dim, R = qk_rope_head_dim,
+    L = kv_lora_rank, and f = q_factor[t], or 1:
 
         q_out[t, h]          = cast_q(f * q[t, h, :P] @ w_uk_t[h]  |
                                       f * rope(q[t, h, P:], positions[t]))
         kv_cache[slot_of(t)] = cast_k(kv_c[t]  |  rope(k_pe[t], positions[t]))
 
-    f is q_factor[t], or 1.
+    Only q_out and kv_cache are written.
 
     Arguments:
         q: [T, H, P + R], activation type (bf16, fp16 or fp32); token and head strides are free,
-            the last dimension is dense. It is not modified.
+            the last dimension is dense.
         w_uk_t: [H, P, L], activation type: W_UK of the layer, transposed as vLLM keeps it.
-        kv_c: [T, L], activation type, normalized; rows may be strided. Not modified.
-        k_pe: [T, R], activation type; rows may be strided. Not modified.
+        kv_c: [T, L], activation type, normalized; rows may be strided.
+        k_pe: [T, R], activation type; rows may be strided.
         kv_cache: [blocks, block_size, L + R], activation type, or fp8 (torch.uint8 is viewed as
             the fp8 type of the platform by the caller). Blocks and entries may be strided.
         slot_mapping: [T], int64. A row with slot < 0 is padding: it writes no cache, and its
@@ -94,17 +81,14 @@ def fused_mla_decode_prep(
         positions: [T], int64. Positions of padded rows are never used as an index.
         cos_sin_cache: [max_position, R], the cosines then the sines of R / 2 angles, activation
             type or fp32; None for a model without RoPE in the attention.
-        k_scale: one fp32 element on the device of q: the dequantization scale of the cache,
-            stored = value / scale. Read only where the target is fp8.
-        q_scale: the same of the query.
+        k_scale, q_scale: one fp32 element each on the device of q: the dequantization scales of
+            cache and query, stored = value / scale. Read only where the target is fp8.
         is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
         q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
-        q_factor: [T], dense, activation type or fp32: the query of token t, both parts, is
-            multiplied by q_factor[t] after the rotation, as `llama_4_scaling` does; None for 1.
-            The key is not.
+        q_factor: [T], dense, activation type or fp32, as of `llama_4_scaling`.
         context_parallel: no row is padding. Under decode context parallelism a token that another
             rank keeps has slot -1 too: it writes no cache here, and its query is needed.
-        provider: who computes it, one of `PROVIDERS`.
+        provider: one of `PROVIDERS`.
 
     Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is
     computed in fp32 from the stored cosines and sines; fp8 targets multiply by 1 / scale in

@@ -2,13 +2,11 @@
 
 AITER's kernel takes an absorbed query: the region is two launches and a memset. It takes no factor:
 a scaled query is scaled before, in a third launch, and rotated after. So its rotated part differs
-from vLLM's in the order of two roundings; the rest of it does not.
-Its contract was read from AITER's sources, v0.1.8 to v0.1.20 (docs/aiter.md). It is tested against
-a mock of the module, not on AMD hardware.
+from vLLM's in the order of two roundings. Its contract was read from AITER's sources, v0.1.8 to
+v0.1.20 (docs/aiter.md). It is tested against a mock of the module, not on AMD hardware.
 
-From v0.1.14 on a failed check in AITER aborts the process, and AITER does not check the types of
-slots, positions, cosines and scales, nor that the cosines and q_out are dense. `validate` checks
-all of it in Python first. Four pitfalls are avoided instead of checked:
+From v0.1.14 on a failed check in AITER aborts the process, and some types and strides it does not
+check. `validate` checks all in Python first. Four pitfalls are avoided instead:
 
 * 14 positional arguments in the order every release takes, k_scale before q_scale;
 * a dense absorbed query: before v0.1.17 its head stride was ignored;
@@ -16,9 +14,9 @@ all of it in Python first. Four pitfalls are avoided instead of checked:
 * position 0 and one row of cosines without RoPE: not every kernel clamps positions.
 """
 
+import contextlib
 import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,15 +30,20 @@ from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb, scale
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.kernels.inputs import Inputs
-
-logger = logging.getLogger(__name__)
+from mla_fusion.kernels.inputs import validate as validate_shapes
 
 _OP = "fused_qk_rope_concat_and_cache_mla"
+_DENSE = ("q", "kv_c", "k_pe", "kv_cache", "slot_mapping", "positions")
+# kind of a packed weight -> AITER's product, in the module of the same name
+_PRODUCTS = {
+    "fp4": "batched_gemm_a16wfp4",
+    "fp8": "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
+}
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W_UK as vLLM keeps it for AITER's Triton products.
+    """W_UK as vLLM keeps it for AITER's Triton products, whose activations are bf16.
 
     kind: "fp4" (weight [H, L, P / 2], a scale for each group of 32) or "fp8" (weight [H, L, P],
     one scale for all of it).
@@ -58,7 +61,6 @@ class PackedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The activations that the products take."""
         return torch.bfloat16
 
     @property
@@ -97,7 +99,7 @@ def require() -> None:
 
 
 def unsupported(nope: int, rope: int, latent: int) -> str:
-    """Why AITER's op does not take a layer of these widths, as `validate` has it; or empty."""
+    """Why AITER's op does not take a layer of these widths; empty if it does."""
     if rope % 2 or latent % 8:
         return (
             "AITER takes an even qk_rope_head_dim and a kv_lora_rank that is a multiple of 8, not "
@@ -112,7 +114,7 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
 
     if inputs.cos_sin_cache is None:
         inputs = inputs._replace(positions=torch.zeros_like(inputs.slot_mapping))
-    q, w_uk_t, q_out, q_scale = inputs.q, inputs.w_uk_t, inputs.q_out, inputs.q_scale
+    q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
     if isinstance(w_uk_t, PackedWeight) and q.dtype != w_uk_t.dtype:
         raise ValueError(f"AITER's {w_uk_t.kind} product is one of bf16: q is {q.dtype}")
     if inputs.context_parallel:
@@ -125,78 +127,50 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     if q.shape[0] == 0:
         return q_out
     getattr(aiter, _OP)(
-        _absorb(q, inputs),
-        q[..., w_uk_t.shape[1] :],
-        inputs.kv_c,
-        inputs.k_pe,
-        inputs.kv_cache,
-        q_out,
-        inputs.slot_mapping,
-        inputs.k_scale,
-        q_scale,
-        inputs.positions,
-        table.cos,
-        table.sin,
-        inputs.is_neox,
+        _absorb(q, inputs), q[..., w_uk_t.shape[1] :], inputs.kv_c, inputs.k_pe, inputs.kv_cache,
+        q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale, inputs.positions,
+        table.cos, table.sin, inputs.is_neox,
         True,  # is_nope_first: rows are [latent | rope]
-    )
+    )  # fmt: skip
     return q_out
 
 
 def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     """Raise ValueError for whatever AITER's op does not take; `arch_fp8` is the GPU's fp8 type."""
+    validate_shapes(inputs)
     q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
-    positions, slot_mapping = inputs.positions, inputs.slot_mapping
-    cos_sin_cache, q_out, factor = inputs.cos_sin_cache, inputs.q_out, inputs.q_factor
-    act, tokens, heads = q.dtype, slot_mapping.shape[0], q.shape[1]
-    latent, rope = kv_c.shape[-1], k_pe.shape[-1]
+    act, (tokens, heads, _), (_, nope, latent) = q.dtype, q.shape, inputs.w_uk_t.shape
+    if why := unsupported(nope, rope := k_pe.shape[1], latent):
+        raise ValueError(why)
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
-    rules: list[tuple[str, bool, str]] = [
+    for name, ok, want in (
         ("q", act in (torch.float32, torch.float16, torch.bfloat16), "fp32, fp16 or bf16"),
-        ("q", q.dim() == 3 and q.stride(-1) == 1 and q.shape[0] >= tokens, "[T, H, P + R], dense"),
-        ("kv_c", kv_c.dim() == 2 and kv_c.stride(-1) == 1, "[T, L] with a dense last dimension"),
-        ("k_pe", k_pe.dim() == 2 and k_pe.stride(-1) == 1, "[T, R] with a dense last dimension"),
-        ("kv_c and k_pe", kv_c.dtype == act == k_pe.dtype, f"{act} as q"),
-        ("kv_c and k_pe", min(kv_c.shape[0], k_pe.shape[0]) >= tokens, f"{tokens} rows or more"),
-        ("k_pe", rope % 2 == 0 and latent % 8 == 0, "of even width beside a latent of 8 n"),
-        ("q_factor", factor is None or factor.shape == q.shape[:1], "as long as q"),
-        *((name, x.dtype == torch.int64 and x.dim() == 1 and x.is_contiguous(), "dense int64 [T]")
-          for name, x in (("slot_mapping", slot_mapping), ("positions", positions))),
-        ("positions", positions.shape[0] >= tokens, f"{tokens} long or more"),
-        ("cos_sin_cache", cos_sin_cache is None or cos_sin_cache.shape[-1] == rope, f"{rope} wide"),
-        ("k_scale and q_scale", _device_fp32(inputs.k_scale, q) and _device_fp32(inputs.q_scale, q),
+        *((name, x.stride(-1) == 1 or x.shape[-1] < 2, "dense in its last dimension")
+          for name, x in inputs._asdict().items() if name in _DENSE),
+        ("k_scale and q_scale", _is_fp32(inputs.k_scale, q) and _is_fp32(inputs.q_scale, q),
          "fp32 on the device of q"),
-        ("kv_cache", kv_cache.dim() == 3 and kv_cache.stride(-1) == 1, "[blocks, size, L + R]"),
-        ("kv_cache", kv_cache.shape[-1] == latent + rope, f"{latent + rope} wide"),
         ("kv_cache", kv_cache.dtype in (act, arch_fp8), f"{act} or {arch_fp8} (view uint8 first)"),
-        ("q_out", q_out.shape == (tokens, heads, latent + rope), "[T, H, L + R]"),
-        ("q_out", q_out.is_contiguous(), "dense"),
-        ("q_out", q_out.dtype in (act, kv_cache.dtype), f"{act}, or fp8 as the cache"),
         # The kernel for blocks of one token rotates with threads that such a latent leaves out.
         ("kv_cache", kv_cache.shape[1] != 1 or latent == 128 or latent >= 256,
          "of blocks larger than 1 for this latent"),
         ("q", not general or tokens * q.stride(0) < 2**31, "small enough for 32-bit offsets"),
         ("q, kv_c, k_pe, kv_cache and q_out",
-         _aligned(q, q.shape[-1] - rope) and all(map(_aligned, (kv_c, k_pe, kv_cache, q_out))),
+         all(map(_aligned, (q[..., nope:], kv_c, k_pe, kv_cache, inputs.q_out))),
          "aligned to 4 bytes"),
-    ]  # fmt: skip
-    for name, ok, want in rules:
+    ):  # fmt: skip
         if not ok:
             raise ValueError(f"AITER's {_OP}: {name} must be {want}")
 
 
-def _aligned(x: torch.Tensor, first: int = 0) -> bool:
-    """Whether the values from `first` on of every row begin at a multiple of 4 bytes."""
-    offsets = first
-    for size, step in zip(x.shape[:-1], x.stride(), strict=False):
-        if size > 1:
-            offsets |= step
-    return (x.data_ptr() | offsets * x.element_size()) % 4 == 0
+def _is_fp32(x: Any, like: torch.Tensor) -> bool:
+    of_fp32 = isinstance(x, torch.Tensor) and x.dtype == torch.float32
+    return of_fp32 and x.numel() >= 1 and x.device == like.device
 
 
-def _device_fp32(x: Any, like: torch.Tensor) -> bool:
-    is_fp32 = isinstance(x, torch.Tensor) and x.dtype == torch.float32
-    return is_fp32 and x.numel() >= 1 and x.device == like.device
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 4 bytes."""
+    steps = [step for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    return x.data_ptr() % 4 == 0 and all(step * x.element_size() % 4 == 0 for step in steps)
 
 
 def _absorb(q: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -215,13 +189,6 @@ def _absorb(q: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     given = q_nope.transpose(0, 1), w_uk_t.weight, w_uk_t.scale
     out: torch.Tensor = product(*given, transpose_bm=True, **options)
     return out.contiguous()
-
-
-# kind of a packed weight -> AITER's product, in the module of the same name
-_PRODUCTS = {
-    "fp4": "batched_gemm_a16wfp4",
-    "fp8": "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
-}
 
 
 class Halves(NamedTuple):
@@ -250,25 +217,23 @@ def halves(inputs: Inputs) -> Halves:
     if key not in kept:
         if inputs.derived is not None:
             refuse_during_capture("the cosines and the sines in the form AITER takes")
-        if source is None:
-            kept[key] = Halves(None, q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2)))
-        else:
+        both: Any = q.new_ones((1, rope // 2)), q.new_zeros((1, rope // 2))
+        if source is not None:
             both = (half.to(q.dtype).contiguous() for half in source.chunk(2, dim=-1))
-            kept[key] = Halves(source, *both)
+        kept[key] = Halves(source, *both)
     return kept[key]
 
 
 def warmup(
-    batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None] = logger.info
-) -> int:
+    batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None]
+) -> None:
     """Call AITER as batches of 1 to `max_tokens` tokens do, with padded rows.
 
     AITER builds the module of an op when it is first called, which takes minutes, and Triton
     compiles the packed products for some sizes. AITER may end the process: the last line of
-    `progress` then names the call. Returns the number of batch sizes.
+    `progress` then names the call.
     """
-    sizes = sorted({min(2**n, max_tokens) for n in range(max_tokens.bit_length() + 1)})
-    for tokens in sizes:
+    for tokens in sorted({min(2**n, max_tokens) for n in range(max_tokens.bit_length() + 1)}):
         inputs = batch(tokens)
         q, w_uk_t, cache = inputs.q, inputs.w_uk_t, inputs.kv_cache.dtype
         of = f"for {tokens} tokens ({q.shape[1]} heads, {q.dtype}, cache {cache})"
@@ -279,18 +244,15 @@ def warmup(
         fused_mla_decode_prep(inputs)
     if q.device.type == "cuda":
         torch.cuda.synchronize(q.device)
-    return len(sizes)
 
 
 def capabilities() -> dict[str, bool]:
-    """Whether this AITER has what `require` does not ask for, by AITER's names; an argument that
-    cannot be read counts as missing, as nothing depends on it."""
+    """Whether this AITER has what `require` does not ask for; what cannot be read is missing."""
     import aiter
 
-    try:
+    arguments: tuple[str, ...] = ()
+    with contextlib.suppress(ProviderUnavailable):
         arguments = parameters(getattr(aiter, _OP), _OP)
-    except ProviderUnavailable:
-        arguments = ()
     return {
         "compute_all_q_rope": "compute_all_q_rope" in arguments,
         "get_mla_metadata_v1": hasattr(aiter, "get_mla_metadata_v1"),

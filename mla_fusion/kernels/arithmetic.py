@@ -11,14 +11,10 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
 ) -> torch.Tensor:
-    """RoPE of `x` [T, ..., R] at `positions` [T], computed and returned in fp32.
-
-    `cos_sin_cache` [max_position, R] holds cosines then sines. Pairs are (i, i + R / 2) for
-    NeoX and (2 i, 2 i + 1) for GPT-J; the rotated pair stays in its place.
-    """
-    cos, sin = cos_sin_cache[positions].float().chunk(2, dim=-1)
-    shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
-    cos, sin = cos.view(shape), sin.view(shape)
+    """RoPE of `x` [T, ..., R] at `positions` [T], computed and returned in fp32; the others are as
+    `kernels.fused_mla_decode_prep` has them. A rotated pair stays in its place."""
+    angles = cos_sin_cache[positions].float()
+    cos, sin = angles.view(x.shape[0], *(1,) * (x.dim() - 2), x.shape[-1]).chunk(2, dim=-1)
     x = x.float()
     if is_neox:
         a, b = x.chunk(2, dim=-1)

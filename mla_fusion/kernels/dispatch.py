@@ -1,9 +1,9 @@
 """Which launch computes the fused region: a plan per (tokens, heads, widths, device), measured.
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
-be fastest; other GPUs get a default made from the shape, other widths the plans of the nearest.
-Every plan is legal for all widths: the kernel masks what a tile has beyond them, and `fit` shrinks
-tiles that are too deep. Nothing is tried out at run time: a graph and its warm-up agree.
+be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
+`fit` shrinks tiles that are too deep. Nothing is tried out at run time: a graph and its warm-up
+agree.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Measured(NamedTuple):
 
 @functools.cache
 def measured() -> dict[str, Measured]:
-    """Plans by device name, from `gpus/`, whose rows are query, P, R, L, heads, most tokens, and a
-    `Plan`; read once."""
+    """Plans by device name, from `gpus/`: rows of query, P, R, L, heads, most tokens, a `Plan`."""
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         table: dict[str, Any] = json.loads(path.read_bytes())
@@ -83,14 +82,10 @@ def default_plan(tokens: int, heads: int, latent: int) -> Plan:
     if tokens == 1:
         return Plan(block_m=1, block_n=32, num_warps=2)
     block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
-    wide = heads * latent * math.ceil(tokens / block_m) >= 128 * 512
-    return Plan(
-        block_m=block_m,
-        block_n=128 if wide else 64,
-        rope_rows=64 if wide else 16,
-        cache_tokens=min(8, max(1, block_m // 8)),
-        rest_last=wide,
-    )
+    plan = Plan(block_m=block_m, cache_tokens=block_m // 8)
+    if heads * latent * math.ceil(tokens / block_m) < 128 * 512:
+        return plan
+    return dataclasses.replace(plan, block_n=128, rope_rows=64, rest_last=True)
 
 
 def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
@@ -120,8 +115,8 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
 
 @functools.lru_cache(maxsize=8)
 def device_table(device: torch.device) -> str | None:
-    """The measured device whose plans serve this one: itself, else one of its architecture; one of
-    `CDNA` has plans of its own without."""
+    """The measured device whose plans serve this one: itself, else one of its architecture, else
+    one of `CDNA`, which have plans of their own."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -11,7 +11,7 @@ class Inputs(NamedTuple):
     """The arguments of `mla_fusion.kernels.fused_mla_decode_prep`, which describes them.
 
     derived: an engine's `mla_fusion.runtime.tables`, where a provider keeps what it makes of the
-    cosines and sines; without it each call makes them.
+    cosines and sines, each with a `refresh()`; without it each call makes them.
     A NamedTuple: every layer of a step makes one, and a frozen dataclass takes four times as long.
     """
 
@@ -33,31 +33,21 @@ class Inputs(NamedTuple):
 
 
 def padded_batch(
-    tokens: int,
-    *,
-    w_uk_t: Any,
-    kv_cache: torch.Tensor,
-    cos_sin_cache: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    q_scale: torch.Tensor,
-    rope_dim: int,
-    is_neox: bool,
-    q_dtype: torch.dtype,
-    factor_dtype: torch.dtype | None = None,
-    context_parallel: bool = False,
-) -> Inputs:
+    tokens: int, *, w_uk_t: Any, kv_cache: torch.Tensor, cos_sin_cache: torch.Tensor | None,
+    k_scale: torch.Tensor, q_scale: torch.Tensor, rope_dim: int, is_neox: bool,
+    q_dtype: torch.dtype, factor_dtype: torch.dtype | None = None, context_parallel: bool = False,
+) -> Inputs:  # fmt: skip
     """A batch of `tokens` padded rows for one layer: it writes nothing into the layer's cache.
 
-    rope_dim is R, q_dtype the type of q_out, factor_dtype that of q_factor, if the layer has one,
-    context_parallel as in `Inputs`; the activations are dense zeros.
+    rope_dim is R, q_dtype the type of q_out, factor_dtype that of q_factor, if the layer has one;
+    the activations are dense zeros.
     """
     heads, nope, latent = w_uk_t.shape
-    act: dict[str, Any] = {"dtype": w_uk_t.dtype, "device": w_uk_t.device}
-    slots = torch.full((tokens,), -1, dtype=torch.int64, device=w_uk_t.device)
+    slots = torch.full((tokens,), -1, device=w_uk_t.device)
     factor = None if factor_dtype is None else slots.new_ones(tokens, dtype=factor_dtype)
-    q = torch.zeros((tokens, heads, nope + rope_dim), **act)
-    kv_c, k_pe = torch.zeros((tokens, latent), **act), torch.zeros((tokens, rope_dim), **act)
-    q_out = torch.empty((tokens, heads, latent + rope_dim), dtype=q_dtype, device=w_uk_t.device)
+    q = slots.new_zeros((tokens, heads, nope + rope_dim), dtype=w_uk_t.dtype)
+    kv_c, k_pe = q.new_zeros((tokens, latent)), q.new_zeros((tokens, rope_dim))
+    q_out = q.new_empty((tokens, heads, latent + rope_dim), dtype=q_dtype)
     return Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slots, torch.zeros_like(slots), cos_sin_cache, k_scale,
         q_scale, is_neox, q_out, factor, context_parallel,
@@ -74,7 +64,7 @@ def validate(inputs: Inputs) -> None:
             raise ValueError(f"{name} must be {want}, got {got}")
 
     check("q", q.dim() == 3, "[T, H, P + R]", tuple(q.shape))
-    check("w_uk_t", w_uk_t.dim() == 3, "[H, P, L]", tuple(w_uk_t.shape))
+    check("w_uk_t", len(w_uk_t.shape) == 3, "[H, P, L]", tuple(w_uk_t.shape))
     tokens, heads, head_dim = q.shape
     _, nope, latent = w_uk_t.shape
     rope, act = head_dim - nope, q.dtype
@@ -96,7 +86,7 @@ def validate(inputs: Inputs) -> None:
             continue
         check(name, tensor.shape == shape, f"of shape {shape}", tuple(tensor.shape))
         check(name, tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
-        dense = name not in ("q_out", "q_factor") or tensor.is_contiguous()
-        check(name, dense, "dense", tensor.stride())
+        if name in ("q_out", "q_factor"):
+            check(name, tensor.is_contiguous(), "dense", tensor.stride())
     typed = q_out.dtype in (act, kv_cache.dtype)
     check("q_out", typed, "fp8 only with a cache of the same fp8 type", q_out.dtype)

@@ -5,7 +5,6 @@ The kernel, `triton_kernels.py`, is imported on first use: this module can be wh
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from mla_fusion.kernels import dispatch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
-
-logger = logging.getLogger(__name__)
 
 
 def require() -> None:
@@ -51,9 +48,8 @@ def _limit(tensor: torch.Tensor) -> float:
 @functools.lru_cache(maxsize=8)
 def _capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -63,9 +59,8 @@ def _is_hopper(device: torch.device) -> bool:
 def no_fp8(device: torch.device | str) -> str:
     """Why kernels with fp8 (e4m3) do not compile for a device; empty if they do."""
     major, minor = _capability(torch.device(device))
-    if (major, minor) >= (8, 9) or not major:
-        return ""
-    return f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
+    why = f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
+    return "" if (major, minor) >= (8, 9) or not major else why
 
 
 def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
@@ -81,12 +76,11 @@ def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
 def early_launch(device: torch.device) -> dict[str, Any]:
     """Options of a launch, PDL among them: where the device can, a kernel is launched before the
     one in front has ended (programmatic dependent launch)."""
-    early = _capability(device) >= (9, 0)
-    return {"PDL": early, "launch_pdl": True} if early else {"PDL": early}
+    return {"PDL": True, "launch_pdl": True} if _capability(device) >= (9, 0) else {"PDL": False}
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
-    """Whether product tiles are stored straight from registers (see `triton_product.py`): of the
+    """Whether product tiles are stored straight from registers (see `triton_kernels.py`): of the
     types that were measured. A warp has 16 tokens of a tile, and must have a multiple of 64
     latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once.
     """
@@ -116,7 +110,7 @@ class Form:
 
     ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
     0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
-    DIRECT: see `triton_product.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two.
+    DIRECT: see `triton_kernels.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two.
     """
 
     P: int
@@ -143,13 +137,11 @@ def widths_of(inputs: Inputs) -> Widths:
 
 def unsupported(nope: int, rope: int, latent: int) -> str:
     """Why this provider does not serve a layer of these widths; empty if it does."""
-    limits = {"qk_nope_head_dim": (nope, 256), "kv_lora_rank": (latent, 1024)}
-    for name, (size, most) in limits.items():
+    for name, size, most in (("qk_nope_head_dim", nope, 256), ("kv_lora_rank", latent, 1024)):
         if not 1 <= size <= most:
             return f"the kernel takes a {name} of 1 to {most}, not {size}"
-    if rope not in range(0, 129, 2):
-        return f"the kernel takes an even qk_rope_head_dim up to 128, not {rope}"
-    return ""
+    is_taken = rope in range(0, 129, 2)
+    return "" if is_taken else f"the kernel takes an even qk_rope_head_dim up to 128, not {rope}"
 
 
 def _check(inputs: Inputs) -> None:
@@ -181,28 +173,23 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     args, options = launch_arguments(plan, inputs)
-    triton_kernels.prep_kernel[programs(plan, tokens, heads, widths.latent),](*args, **options)
+    programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
+    tiles = -(-widths.latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
+    triton_kernels.prep_kernel[programs + heads * tiles,](*args, **options)
     return q_out
-
-
-def programs(plan: Plan, tokens: int, heads: int, latent: int) -> int:
-    """Size of the launch: rest programs and product programs."""
-    rest = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
-    return rest + heads * -(-latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
 
 
 def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU)."""
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
+    w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
     # Row strides of one token have no meaning. Fixed, they select the aligned variant, which the
     # warm-up compiled.
     strides = [x.stride(0) if tokens > 1 else 0 for x in (q, kv_c, k_pe)]
     align = 16 // q.element_size()
-    if any(stride % align for stride in strides):
-        align = 1
+    align = 1 if any(stride % align for stride in strides) else align
     q_row, kv_c_row, k_pe_row = (stride // align for stride in strides)
-    w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
     args = (
         q, w_uk_t, kv_c, k_pe, kv_cache, inputs.slot_mapping, inputs.positions,
         inputs.positions if angles is None else angles,
@@ -228,14 +215,14 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
 
 
 def warmup(
-    batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None] = logger.info
-) -> int:
-    """Compile every configuration that batches of 1 to `max_tokens` tokens can use: their number.
+    batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None]
+) -> None:
+    """Compile every configuration that batches of 1 to `max_tokens` tokens can use.
 
-    Call it once per layer shape, before the first request and before graph capture; a second call
-    costs only the launches. The activations of a padded batch are dense: where the rows of a real
-    one do not begin at multiples of 16 bytes (k_pe cut out of a projection of odd width, say), the
-    first such batch compiles a variant of its own. Run one before capture.
+    Call it once per layer shape, before the first request and before graph capture. The activations
+    of a padded batch are dense: where the rows of a real one do not begin at multiples of 16 bytes
+    (k_pe cut out of a projection of odd width, say), the first such batch compiles a variant of its
+    own. Run one before capture.
 
     batch: `mla_fusion.kernels.inputs.padded_batch` for a layer. progress: called with a line each.
     """
@@ -252,4 +239,3 @@ def warmup(
         fused_mla_decode_prep(batch(tokens), plan)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return len(plans)

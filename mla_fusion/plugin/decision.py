@@ -111,10 +111,10 @@ def _adopt(pass_config: Any) -> None:
 
 
 def why_not(vllm_config: Any) -> "Decline | None":
-    """`config.engine.why_not` of a config, with what its operator refused."""
-    from mla_fusion.config import engine
+    """`config.eligibility.why_not` of a config, with what its operator refused."""
+    from mla_fusion.config import eligibility
 
-    return engine.why_not(vllm_config, getattr(vllm_config, _REFUSED, False))
+    return eligibility.why_not(vllm_config, getattr(vllm_config, _REFUSED, False))
 
 
 def _warn_of_no_effect(vllm_config: Any) -> None:

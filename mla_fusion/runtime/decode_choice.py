@@ -10,7 +10,7 @@ import torch
 from mla_fusion import config
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import device
-from mla_fusion.config import eligibility, engine, vllm_compat
+from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import measured
 
 logger = logging.getLogger("vllm.mla_fusion")
@@ -98,7 +98,7 @@ def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "ranks share the cache"
     portable = dataclasses.replace(options, attention="portable")
-    decline = engine.why_no_plan(vllm_config, portable)
+    decline = eligibility.why_no_plan(vllm_config, portable)
     return decline.explain() if decline else ""
 
 

@@ -4,17 +4,12 @@ The manifests were read at v0.1.20; what an older release lacks is in `versions.
 query lengths for 64 and 128 heads in fp8: those that vLLM asks for are taken.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from tests.aiter_double.faults import check
-
-if TYPE_CHECKING:
-    from tests.aiter_double.versions import Place
+from tests.aiter_double.versions import Place
 
 # (architecture, types) -> {heads: query lengths} of the kernels that follow a plan; bf16 on gfx950
 # has two kernels for any number of heads, see `Shape.check_persistent`.

@@ -11,13 +11,9 @@ from tests.aiter_double import heads
 from tests.aiter_double.faults import assume, check
 
 BUFFERS = (
-    "work_metadata_ptrs",
-    "work_indptr",
-    "work_info_set",
-    "reduce_indptr",
-    "reduce_final_map",
+    "work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
     "reduce_partial_map",
-)
+)  # fmt: skip
 WORK_COLUMNS = 8
 OVERHEAD = 16  # granules that a work item costs beside its own, at pages of one token
 
@@ -71,6 +67,17 @@ def plan(at, a):
     a["work_metadata_ptrs"].copy_(torch.tensor(pointers).view(torch.uint64))
 
 
+def entries(found, kv_indptr, block_table, page_size):
+    """`entries_kernel.launch` of the library, by torch: where each KV token is in the cache."""
+    batch, columns = block_table.shape
+    token = torch.arange(min(block_table.numel() * page_size, len(found)), dtype=torch.int32)
+    sequence = torch.searchsorted(kv_indptr[1:], token, right=True).clamp_(max=batch - 1)
+    at = (token - kv_indptr[sequence]).clamp_(max=columns * page_size - 1)
+    slots = block_table[sequence, at // page_size] * page_size + at % page_size
+    live = found[: len(token)]
+    torch.where(token < kv_indptr[-1], slots, live, out=live)
+
+
 def _indptr(at, a, name):
     tensor = a[name]
     ok = tensor.dtype == torch.int32 and tensor.is_contiguous()
@@ -93,15 +100,10 @@ def _check_sizes(at, a, batch, types):
     """The grid is read from the sizes: work_indptr is exact, the others hold the batch."""
     capped = a["max_split_per_batch"] > 0
     assume(at.has("split_budget") or not capped, "buffers cannot be sized for max_split_per_batch")
-    asked = {
-        "batch_size": batch,
-        "max_seqlen_qo": a["max_seqlen_qo"],
-        "num_head_qo": a["num_heads_per_head_k"] * a["num_heads_k"],
-        "q_dtype": types[0],
-        "kv_dtype": types[1],
-        "is_sparse": False,
-        "max_split_per_batch": a["max_split_per_batch"],
-    }
+    same = {name: a[name] for name in ("max_seqlen_qo", "max_split_per_batch")}
+    count, (query, cache) = a["num_heads_per_head_k"] * a["num_heads_k"], types
+    asked = {"batch_size": batch, "num_head_qo": count, "q_dtype": query, "kv_dtype": cache}
+    asked |= {"is_sparse": False, **same}
     for name, (shape, dtype) in zip(BUFFERS, info(at, asked), strict=True):
         given = a[name]
         least = shape[0] if isinstance(shape, tuple) else shape

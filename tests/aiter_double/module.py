@@ -5,17 +5,16 @@ import inspect
 import sys
 import types
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 from tests.aiter_double import decode, metadata, products, qk_rope, versions
 
 _TRITON = "aiter.ops.triton"
+_ENTRIES = "mla_fusion.attention.aiter.entries_kernel"  # Triton's, for a GPU
 # Op -> its body, and the modules that have it.
 _OPS = {
     versions.FUSED: (qk_rope.run, ("aiter", "aiter.ops.cache")),
@@ -32,11 +31,9 @@ _OPS = {
 class Double:
     """One installed double.
 
-    Attributes:
-        modules: by name, as in sys.modules.
-        ops: every op by name; signatures: the published arguments of each.
-        compiled: the ops that hide their arguments, as AITER's compiled ops do.
-        observers: called after each op, with its name, its arguments and its result.
+    modules: by name, as in sys.modules. ops: every op by name; signatures: the published arguments
+    of each. compiled: the ops that hide their arguments, as AITER's compiled ops do. observers:
+    called after each op, with its name, its arguments and its result.
     """
 
     def __init__(self, architecture, release):
@@ -58,6 +55,8 @@ class Double:
             self.ops[name] = self._op(name, body)
             for module in modules:
                 setattr(self._module(module), name, self.ops[name])
+        self.modules[_ENTRIES] = entries = types.ModuleType(_ENTRIES)
+        entries.launch = metadata.entries  # type: ignore[attr-defined]
 
     def calls(self, name):
         """The arguments, by name, of every call of one op."""
@@ -131,7 +130,8 @@ def _prefill(*args, **kwargs):
 @contextmanager
 def installed(architecture="gfx942", release="v0.1.20"):
     """`import aiter` and its submodules give the double while the block runs."""
-    before = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "aiter"}
+    ours = (name for name in sys.modules if name.split(".")[0] == "aiter" or name == _ENTRIES)
+    before = {name: sys.modules[name] for name in ours}
     for name in before:
         del sys.modules[name]
     double = Double(architecture, release)

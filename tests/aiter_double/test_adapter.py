@@ -11,8 +11,7 @@ import torch
 from mla_fusion.attention.aiter import selection
 from mla_fusion.cli.bench.kit import distance
 from tests.aiter_double import heads, uses
-from tests.aiter_double.adapter_rules import RULES, WIDE
-from tests.aiter_double.uses import Use
+from tests.aiter_double.uses import RULES, WIDE, Use
 from tests.aiter_double.versions import DECODE, PLANNER
 
 

@@ -38,28 +38,21 @@ def rounded_query(kind, q_nope, fp8):
     return numbers.from_mxfp4(*numbers.to_mxfp4(q_nope))
 
 
-def run(double, kind, cache, query):
-    """Call the provider; its arguments, and the absorbed query [T, H, L] in fp32 it should use."""
-    given = calls.provider(cache, query)
-    fp8 = double.arch.fp8
-    plain = given["w_uk_t"]
-    weight, wide = packed(kind, plain, fp8)
-    assert weight.shape == tuple(plain.shape)
-    assert (weight.dtype, weight.device) == (plain.dtype, plain.device)
-    q = rounded_query(kind, given["q"][..., :P], fp8)
-    absorbed = torch.einsum("thp,hpl->thl", q, wide)
-    given["w_uk_t"] = weight
-    provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
-    return given, absorbed
-
-
 @pytest.mark.parametrize("arch, kind", [("gfx950", "fp4"), ("gfx950", "fp8"), ("gfx942", "fp8")])
 @pytest.mark.parametrize("cache", ["bf16", "fp8"])
 def test_the_query_is_the_product_that_vllm_asks_for(arch, kind, cache):
     """With an fp8 cache vLLM hands the scale of the query to the fp4 product."""
     with aiter_double.installed(arch) as double:
-        dtype = torch.bfloat16 if cache == "bf16" else double.arch.fp8
-        given, absorbed = run(double, kind, dtype, dtype)
+        fp8 = double.arch.fp8
+        dtype = torch.bfloat16 if cache == "bf16" else fp8
+        given = calls.provider(dtype, dtype)
+        plain = given["w_uk_t"]
+        given["w_uk_t"], wide = packed(kind, plain, fp8)
+        for name in ("shape", "dtype", "device"):
+            assert getattr(given["w_uk_t"], name) == getattr(plain, name), name
+        q = rounded_query(kind, given["q"][..., :P], fp8)
+        absorbed = torch.einsum("thp,hpl->thl", q, wide)
+        provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
         [call] = double.calls(FP4_PRODUCT if kind == "fp4" else FP8_PRODUCT)
         [fused] = double.calls(FUSED)
     assert fused["q_nope"].is_contiguous(), "the product hands back a transposed view"

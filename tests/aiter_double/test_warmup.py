@@ -42,7 +42,7 @@ def test_every_op_is_called_as_a_step_calls_it(kind, types, rotated):
         if not rotated:
             given["cos_sin_cache"] = None
         before = given["kv_cache"].view(torch.uint8).clone()
-        assert provider.warmup(partial(padded_batch, **given), 5, progress=lines.append) == 4
+        provider.warmup(partial(padded_batch, **given), 5, progress=lines.append)
         made = double.calls(FUSED)
         assert [call["q_nope"].shape for call in made] == [(n, H, L) for n in (1, 2, 4, 5)]
         assert all((call["slot_mapping"] == -1).all() for call in made)

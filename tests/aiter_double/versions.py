@@ -8,11 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Architecture:
-    """One GPU: its fp8 type, its compute units, and how it rounds to bf16.
-
-    Attributes:
-        truncates_key: the opt kernel truncates the rotated key of a bf16 cache.
-    """
+    """One GPU; truncates_key: the opt kernel truncates the rotated key of a bf16 cache."""
 
     name: str
     fp8: torch.dtype

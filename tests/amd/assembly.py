@@ -15,13 +15,11 @@ _SUFFIX = re.compile(r"_(e32|e64|sdwa|dpp)$")
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One instruction as it stands in the text; `line` is the number of its line there, from 1.
-
-    name: without the suffix of its encoding, which is `encoding`.
+    name: without the suffix of its encoding.
     """
 
     line: int
     name: str
-    encoding: str
     operands: tuple[str, ...]
     modifiers: dict[str, str]
     text: str
@@ -56,27 +54,16 @@ def parse(text):
             raise ValueError(f"line {number} is no instruction, label or directive: {line!r}")
     directives = dict(re.findall(r"^\s*\.amdhsa_(\w+) (\d+)$", text, re.MULTILINE))
     arguments = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
-    return Program(
-        name,
-        tuple(instructions),
-        labels,
-        {key: int(value) for key, value in directives.items()},
-        tuple((int(offset), int(size), kind) for offset, size, kind in arguments),
-    )
+    directives = {key: int(value) for key, value in directives.items()}
+    arguments = tuple((int(offset), int(size), kind) for offset, size, kind in arguments)
+    return Program(name, tuple(instructions), labels, directives, arguments)
 
 
 def instruction(line, mnemonic, rest):
     """One instruction from its mnemonic and the rest of its line."""
-    encoding = _SUFFIX.search(mnemonic)
     operands, modifiers = _split(rest)
-    return Instruction(
-        line,
-        _SUFFIX.sub("", mnemonic),
-        encoding[1] if encoding else "",
-        tuple(operands),
-        modifiers,
-        f"{mnemonic} {rest}".strip(),
-    )
+    text = f"{mnemonic} {rest}".strip()
+    return Instruction(line, _SUFFIX.sub("", mnemonic), tuple(operands), modifiers, text)
 
 
 def _split(rest):

@@ -37,11 +37,8 @@ def _c_type(kind):
 
 def _bits(kind, expression):
     """The bits of a result of type `kind`."""
-    return (
-        f"as_u32({expression})"
-        if kind == "f32"
-        else f"(u{64 if kind in _WIDE else 32})({expression})"
-    )
+    bits = 64 if kind in _WIDE else 32
+    return f"as_u32({expression})" if kind == "f32" else f"(u{bits})({expression})"
 
 
 def _sources(formula):
@@ -131,10 +128,9 @@ def _function(name, body):
 def source():
     """The machine's C."""
     parts = [f'#include "{name}.h"' for name in HEADERS]
-    parts += [_vector(*item) for item in FORMULAS["vector"].items()]
-    parts += [_packed(*item) for item in FORMULAS["packed"].items()]
-    parts += [_scalar(*item) for item in FORMULAS["scalar"].items()]
-    parts += [_branch(*item) for item in BRANCHES.items()]
+    tables = (_vector, FORMULAS["vector"]), (_packed, FORMULAS["packed"])
+    tables += (_scalar, FORMULAS["scalar"]), (_branch, BRANCHES)
+    parts += [write(*item) for write, table in tables for item in table.items()]
     functions = [SPECIAL[n].function if n in SPECIAL else _name(n) for n in NUMBERS]
     actions = [
         SPECIAL[n].function + "_action" if n in SPECIAL and SPECIAL[n].deferred else "0"

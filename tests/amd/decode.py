@@ -10,7 +10,6 @@ import torch
 from mla_fusion.attention import triton
 from mla_fusion.attention.plan import device
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.triton import choice
 from mla_fusion.cli.selftest.decode import Bench, Shape
 from tests.amd.provider import judged
 from tests.attention import decodes
@@ -63,20 +62,15 @@ def made(target, heads, kind, sequences, length, units, page=64):
     rng, one = torch.Generator().manual_seed(heads), torch.ones(1)
     return Inputs(
         decodes.random(rng, sequences, heads, 576, dtype=query),
-        decodes.random(rng, 16, page, 576, dtype=types[kind]),
-        plan,
-        torch.randint(16, (sequences, -(-length // page)), generator=rng).int(),
-        decodes.SCALE,
-        one,
-        one,
-        torch.empty(sequences, heads, 512, dtype=BF16),
-        torch.empty(sequences, heads),
-    )
+        decodes.random(rng, 16, page, 576, dtype=types[kind]), plan,
+        torch.randint(16, (sequences, -(-length // page)), generator=rng).int(), decodes.SCALE,
+        one, one, torch.empty(sequences, heads, 512, dtype=BF16), torch.empty(sequences, heads),
+    )  # fmt: skip
 
 
 def kernel_of(portable):
     """Within it the portable kernel decodes, as on other GPUs, or the one that is chosen."""
-    return mock.patch.object(choice, "cdna", lambda _: 0) if portable else contextlib.nullcontext()
+    return mock.patch.object(triton, "cdna", lambda _: 0) if portable else contextlib.nullcontext()
 
 
 def check(target, name, settings=None, portable=False):

@@ -47,27 +47,26 @@ def encode(given, labels):
         name += " clamp"
     if name in ("buffer_wbl2", "buffer_inv") and "sc1" in given.modifiers:
         name += " sc1"  # for all workgroups of the GPU
+    at = f"line {given.line}, `{given.text}`: the executor"
     if name not in NUMBERS:
         raise UnknownInstruction(
-            f"line {given.line}: the executor does not know `{given.text}`. Add {name} to "
-            "tests/amd/operations.py (a formula, or a function in tests/amd/machine/)"
+            f"{at} does not know {name}: add it to tests/amd/operations.py (a formula, or a "
+            "function in tests/amd/machine/)"
         )
     result = Instruction(operation=NUMBERS[name], line=given.line)
-    modifiers = dict(given.modifiers)
-    modifiers.pop("clamp", None)
+    modifiers = {key: value for key, value in given.modifiers.items() if key != "clamp"}
     try:
         _operands(result, name, given, labels, modifiers)
         _modifiers(result, name, modifiers)
     except (KeyError, ValueError, IndexError, TypeError) as error:
         raise UnknownInstruction(
-            f"line {given.line}: the executor knows {name}, but not this form: `{given.text}`; "
-            f"extend tests/amd/encode.py ({type(error).__name__}: {error})"
+            f"{at} knows {name}, but not this form: extend tests/amd/encode.py "
+            f"({type(error).__name__}: {error})"
         ) from error
     if modifiers:
         raise UnknownInstruction(
-            f"line {given.line}: the executor knows {name}, but not the modifiers {modifiers} in "
-            f"`{given.text}`; extend tests/amd/encode.py and the reading of operands in "
-            "tests/amd/machine/lanes.h"
+            f"{at} knows {name}, but not the modifiers {modifiers}: extend tests/amd/encode.py and "
+            "the reading of operands in tests/amd/machine/lanes.h"
         )
     return result
 
@@ -114,10 +113,8 @@ def _fill_formula(result, formula, texts):
             if texts.pop(0) != "1.0":
                 raise ValueError("a scale other than 1.0")
             continue
-        if kind.startswith("="):
-            result.source[number] = result.result
-        else:
-            result.source[number] = operand(texts.pop(0))
+        old = kind.startswith("=")
+        result.source[number] = result.result if old else operand(texts.pop(0))
         number += 1
 
 

@@ -20,21 +20,11 @@ _PACKING = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
 _HIDDEN = ("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z")
 # What the machine takes for granted: fp32 to nearest even with denormals, IEEE mode, no scratch.
 _DIRECTIVES = {
-    "float_round_mode_32": 0,
-    "float_denorm_mode_32": 3,
-    "float_denorm_mode_16_64": 3,
-    "ieee_mode": 1,
-    "private_segment_fixed_size": 0,
-    "user_sgpr_kernarg_segment_ptr": 1,
-    "user_sgpr_dispatch_ptr": 0,
-    "user_sgpr_queue_ptr": 0,
-    "user_sgpr_dispatch_id": 0,
-    "user_sgpr_kernarg_preload_offset": 0,
-    "system_vgpr_workitem_id": 0,
-    "tg_split": 0,
-}
-
-
+    "float_round_mode_32": 0, "float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3,
+    "ieee_mode": 1, "private_segment_fixed_size": 0, "user_sgpr_kernarg_segment_ptr": 1,
+    "user_sgpr_dispatch_ptr": 0, "user_sgpr_queue_ptr": 0, "user_sgpr_dispatch_id": 0,
+    "user_sgpr_kernarg_preload_offset": 0, "system_vgpr_workitem_id": 0, "tg_split": 0,
+}  # fmt: skip
 Machine = build.structure("Machine", FAULTS=len(FAULTS))
 Region, Shared, Group, Start = map(build.structure, ("Region", "Shared", "Group", "Start"))
 
@@ -61,8 +51,7 @@ class Settings:
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """executed: instructions of all waves. counts: of each instruction; of a store, of those that
-    stored anything. faults: how many of each
-    kind. first: what the first one was, empty if there is none."""
+    stored anything. faults: how many of each kind. first: what the first one was, or empty."""
 
     executed: int
     counts: np.ndarray
@@ -95,54 +84,34 @@ def run(given, writable, settings=None):
     groups, kept = _groups(given, shared)
     written = np.zeros(_size(shared), np.uint8)
     machine = Machine(
-        regions=ctypes.addressof(regions),
-        counts=counts.ctypes.data,
-        limit=settings.limit,
-        pauses=settings.pauses,
-        lds_size=kernel.lds,
-        region_count=len(regions),
-        written=written.ctypes.data,
-        shared=ctypes.addressof(shared),
-        shared_count=len(shared),
+        regions=ctypes.addressof(regions), region_count=len(regions), counts=counts.ctypes.data,
+        limit=settings.limit, pauses=settings.pauses, seed=settings.seed,
+        rounding=settings.rounding, fnuz=kernel.target == "gfx942", lds_size=kernel.lds,
+        written=written.ctypes.data, shared=ctypes.addressof(shared), shared_count=len(shared),
         shared_size=_size(shared),
-        seed=settings.seed,
-        rounding=settings.rounding,
-        fnuz=kernel.target == "gfx942",
-    )
+    )  # fmt: skip
     start, user = _start(kernel.program, arguments, settings)
     executed = function("run_launch", ctypes.c_uint64)(
-        ctypes.byref(machine),
-        code,
-        ctypes.byref(start),
-        (ctypes.c_uint32 * 3)(*given.grid),
-        groups,
-        kernel.warps,
-        int(settings.backwards),
-    )
+        ctypes.byref(machine), code, ctypes.byref(start), (ctypes.c_uint32 * 3)(*given.grid),
+        groups, kernel.warps, int(settings.backwards),
+    )  # fmt: skip
     del user, kept  # `start` and `groups` have their addresses
-    return Outcome(executed, counts, _faults(machine), _first(machine, given, regions))
-
-
-def _faults(machine):
-    return {name: n for name, n in zip(FAULTS, machine.faults, strict=True) if n}
+    faults = {name: n for name, n in zip(FAULTS, machine.faults, strict=True) if n}
+    return Outcome(executed, counts, faults, _first(machine, given, regions))
 
 
 def _first(machine, given, regions):
     if not machine.fault_kind:
         return ""
-    kind, address = FAULTS[machine.fault_kind], machine.fault_address
-    text = next(
-        each.text for each in given.kernel.program.instructions if each.line == machine.fault_line
-    )
+    kind, address, line = FAULTS[machine.fault_kind], machine.fault_address, machine.fault_line
+    text = next(each.text for each in given.kernel.program.instructions if each.line == line)
     where = f"{address:#x}"
     names = ("arguments", *tensors(given))
     for name, region in zip(names, regions, strict=True):
         if region.begin - 4096 <= address < region.end + 4096 and kind in ("read", "write"):
             where += f", {address - region.begin} bytes after the start of {name}"
-    return (
-        f"{kind} of {machine.fault_size} bytes at {where}, by wave {machine.fault_wave} in line "
-        f"{machine.fault_line}: {text}"
-    )
+    by = f"by wave {machine.fault_wave} in line {line}: {text}"
+    return f"{kind} of {machine.fault_size} bytes at {where}, {by}"
 
 
 def _arguments(given):
@@ -154,9 +123,8 @@ def _arguments(given):
     for (name, kind), (offset, width, _) in zip(given.kernel.parameters, explicit, strict=True):
         value = given.values[name]
         if kind.startswith("*"):
-            data = struct.pack("<Q", value.data_ptr())
-        else:
-            data = struct.pack(_PACKING[kind], value)
+            kind, value = "u64", value.data_ptr()
+        data = struct.pack(_PACKING[kind], value)
         assert len(data) == width, (name, kind, width)
         packed[offset : offset + width] = data
     for offset, width, kind in program.arguments[len(explicit) :]:
@@ -235,12 +203,9 @@ def _start(program, arguments, settings):
         begin = program.labels[jump.operands[0]]
     vectors = directives["accum_offset"]
     start = Start(
-        user=user.ctypes.data,
-        user_count=len(user),
-        vectors=vectors,
+        user=user.ctypes.data, user_count=len(user), vectors=vectors, pc=begin,
         accumulators=max(0, directives["next_free_vgpr"] - vectors),
         mode=directives["fp16_overflow"] << 23,
-        pc=begin,
-    )
+    )  # fmt: skip
     start.dimensions[:] = [directives[f"system_sgpr_workgroup_id_{axis}"] for axis in "xyz"]
     return start, user

@@ -5,7 +5,6 @@ grids are the library's.
 """
 
 import contextlib
-import functools
 from unittest import mock
 
 import torch
@@ -15,7 +14,6 @@ from mla_fusion.attention.plan import device, planner_triton
 from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
-from tests import tally
 from tests.amd import compile, execute
 
 # The parameters that a kernel may write.
@@ -30,28 +28,21 @@ WRITABLE = {
     ),
 }  # fmt: skip
 KERNELS = (
-    (region_kernels, "prep_kernel"),
-    (decode_kernel, "kernel"),
-    (cdna_kernel, "kernel"),
-    (reduce_kernel, "kernel"),
-    (quantize_kernel, "kernel"),
-    (planner_triton, "plan_kernel"),
-)
+    (region_kernels, "prep_kernel"), (planner_triton, "plan_kernel"), (decode_kernel, "kernel"),
+    (cdna_kernel, "kernel"), (reduce_kernel, "kernel"), (quantize_kernel, "kernel"),
+)  # fmt: skip
 
 
 class _OnMachine:
     """Is launched as a Triton kernel is: `kernel[grid](*arguments, **options)`."""
 
-    def __init__(self, target, kernel, launches, run):
-        self.target, self.kernel, self.launches, self.run = target, kernel, launches, run
+    def __init__(self, target, kernel, run):
+        self.target, self.kernel, self.run = target, kernel, run
 
     def __getitem__(self, grid):
-        return functools.partial(self._launch, grid)
-
-    def _launch(self, grid, *arguments, **options):
-        given = compile.launch(self.target, self.kernel, arguments, options, grid)
-        self.launches.append(given)
-        self.run(given)
+        return lambda *arguments, **options: self.run(
+            compile.launch(self.target, self.kernel, arguments, options, grid)
+        )
 
 
 def machine(target, settings=None):
@@ -60,16 +51,8 @@ def machine(target, settings=None):
     def run(given):
         outcome = execute.run(given, WRITABLE[given.kernel.program.name], settings)
         assert not outcome.faults, f"{outcome.faults}; the first: {outcome.first}"
-        tally.add("AMD machine code", launches=1, instructions_of_waves=outcome.executed)
 
     return launched(target, run)
-
-
-def compared(wrong, *tensors):
-    """Nothing is wrong with these tensors, whose bytes are counted."""
-    assert not wrong, wrong
-    compared = sum(x.numel() * x.element_size() for x in tensors)
-    tally.add("AMD machine code", bytes_compared=compared)
 
 
 def judged(bench, target, settings=None):
@@ -77,7 +60,7 @@ def judged(bench, target, settings=None):
     with machine(target, settings) as launches:
         bench.step()
     outcome = bench.judged(target)
-    compared("" if outcome.right else outcome, *bench.results())
+    assert outcome.right, outcome
     return launches
 
 
@@ -86,9 +69,14 @@ def launched(target, run=lambda given: None):
     """Within it, what the library launches is compiled for `target` and given to `run`; yields the
     list of launches."""
     launches = []
+
+    def keep(given):
+        launches.append(given)
+        run(given)
+
     with contextlib.ExitStack() as stack:
         for module, name in KERNELS:
-            kernel = _OnMachine(target, getattr(module, name), launches, run)
+            kernel = _OnMachine(target, getattr(module, name), keep)
             stack.enter_context(mock.patch.object(module, name, kernel))
         # The library asks torch whether it is on AMD, and for the tensors' architecture.
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))

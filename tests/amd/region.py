@@ -3,7 +3,7 @@
 import torch
 
 from mla_fusion.kernels import reference, triton
-from tests.amd.provider import compared, machine
+from tests.amd.provider import machine
 from tests.kernels import cases
 from tests.kernels.compiled import FP8
 
@@ -46,15 +46,11 @@ SPECIAL = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e30, -0.0, 1
 
 def hostile(call):
     """Put NaN, infinities, values that overflow, and subnormals between the others, in place."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = call.inputs
+    generator, inputs = torch.Generator().manual_seed(1), call.inputs
     nope = inputs.w_uk_t.shape[1]
-    for tensor, share in (
-        (inputs.q[..., :nope], 1 / nope),  # one NaN makes a whole row of the product NaN
-        (inputs.q[..., nope:], 0.2),
-        (inputs.kv_c, 0.2),
-        (inputs.k_pe, 0.2),
-    ):
+    # One NaN makes a whole row of the product NaN.
+    tensors = inputs.q[..., :nope], inputs.q[..., nope:], inputs.kv_c, inputs.k_pe
+    for tensor, share in zip(tensors, (1 / nope, 0.2, 0.2, 0.2), strict=True):
         values = torch.tensor(SPECIAL).to(tensor.dtype)
         chosen = torch.rand(tensor.shape, generator=generator) < share
         which = torch.randint(len(SPECIAL), tensor.shape, generator=generator)
@@ -71,43 +67,34 @@ def _different(got, want):
     return ~same & ~(got.float().isnan() & want.float().isnan())
 
 
-class Expected:
-    """What the reference makes of a call."""
+def wrong(call, query, storage):
+    """How many elements differ from the reference's, by part; empty if none does.
 
-    def __init__(self, call):
-        inputs = call.inputs
-        self.query, self.storage = cases.run(reference, call)
-        self.kind = inputs.kv_cache.dtype
-        nope = inputs.w_uk_t.shape[1]
-        q = inputs.q
-        if inputs.q_factor is not None:
-            q = reference.scale(q, inputs.q_factor, q.dtype)
-        self.low, self.high = (
-            reference.cast(x, self.query.dtype, inputs.q_scale).float()
-            for x in cases.absorb_interval(q[..., :nope], inputs.w_uk_t)
-        )
-
-    def wrong(self, query, storage):
-        """How many elements are wrong, by part; empty if none is.
-
-        A product may be any that an order of summation gives; all else is equal to the byte, in
-        the cache and all around it.
-        """
-        latent = self.low.shape[-1]
-        different = _different(query, self.query)
-        value = query[..., :latent].float()
-        product = different[..., :latent] & ~((self.low <= value) & (value <= self.high))
-        parts = {
-            "cache": _different(storage.view(self.kind), self.storage.view(self.kind)),
-            "rotated query": different[..., latent:],
-            "absorbed query": product,
-        }
-        return {name: int(part.sum()) for name, part in parts.items() if part.any()}
+    A product may be any that an order of summation gives; all else is equal to the byte, in the
+    cache and all around it.
+    """
+    inputs, kind = call.inputs, call.inputs.kv_cache.dtype
+    wanted, wanted_storage = cases.run(reference, call)
+    q, (_, nope, latent) = inputs.q, inputs.w_uk_t.shape
+    if inputs.q_factor is not None:
+        q = reference.scale(q, inputs.q_factor, q.dtype)
+    low, high = (
+        reference.cast(x, query.dtype, inputs.q_scale).float()
+        for x in cases.absorb_interval(q[..., :nope], inputs.w_uk_t)
+    )
+    different = _different(query, wanted)
+    value = query[..., :latent].float()
+    parts = {
+        "cache": _different(storage.view(kind), wanted_storage.view(kind)),
+        "rotated query": different[..., latent:],
+        "absorbed query": different[..., :latent] & ~((low <= value) & (value <= high)),
+    }
+    return {name: int(part.sum()) for name, part in parts.items() if part.any()}
 
 
 def check(target, call, settings=None, plan=None):
     """Execute the region of `call`, compare it, and return its launches."""
     with machine(target, settings) as launches:
         query, storage = cases.run(triton, call, plan=plan)
-    compared(Expected(call).wrong(query, storage), query, storage)
+    assert not (found := wrong(call, query, storage)), found
     return launches

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.amd import assembly, compile, epilogue
+from tests.amd import assembly, compile
 from tests.amd.execute import Settings
+from tests.amd.test_epilogue import check
 
 NOP = assembly.instruction(0, "s_nop", "0")
 launch = compile.launch
@@ -38,11 +39,11 @@ def without(name):
 def test_what_orders_memory_is_missed(name, found):
     with mock.patch.object(compile, "launch", without(name)), pytest.raises(AssertionError) as seen:
         for backwards in (False, True):
-            epilogue.check("gfx942", settings=Settings(backwards=backwards))
+            check("gfx942", settings=Settings(backwards=backwards))
     seen.match(f"(?i){found}")
 
 
 def test_a_store_elsewhere_is_seen():
     only = mock.patch.dict("tests.amd.provider.WRITABLE", reduce_kernel=("lse_ptr",))
     with only, pytest.raises(AssertionError, match="write of"):
-        epilogue.check("gfx942")
+        check("gfx942")

@@ -32,12 +32,9 @@ MORE = [
     (64, 128, "fp8", "neox", {}),
 ]
 TOKENS, HEADS = (1, 2, 7, 16, 31, 64, 100, 256), (8, 16, 48, 128)
-OTHER_WIDTHS = (
-    Widths(192, 64, 512),
-    Widths(100, 32, 192),
-    Widths(64, 64, 256),
-    Widths(128, 0, 512),
-)
+OTHER_WIDTHS = [
+    Widths(*each) for each in ((192, 64, 512), (100, 32, 192), (64, 64, 256), (128, 0, 512))
+]
 OTHER_PLANS = (
     Plan(block_m=64, m_tiles=4),
     Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rest_last=True),

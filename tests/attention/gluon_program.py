@@ -36,10 +36,11 @@ def elementwise(function):
 class Program:
     """One program at a time: its number, what its products may read; and Gluon's functions.
 
-    own: the names of a kernel's module that a machine has something else for.
+    own: the names of a kernel's module that a machine has something else for; hopper: of Gluon's.
     """
 
-    own = ("gl", "barrier", "fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")
+    hopper = ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")
+    own = ("gl", "barrier", *hopper)
 
     def __init__(self):
         self.program, self.grid = (0, 0), (1, 1)
@@ -174,6 +175,7 @@ class Program:
         if id(module) not in self.namespaces:
             space = self.namespaces[id(module)] = dict(module)
             mine = {"gdc": self.gdc, "RENAMED": True, "tl": self.gl}
+            mine["hopper"] = types.SimpleNamespace(**{n: getattr(self, n) for n in self.hopper})
             mine |= {name: getattr(self, name) for name in self.own}
             for name, value in module.items():
                 if name in mine:

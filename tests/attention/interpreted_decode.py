@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mla_fusion.attention.aiter import entries, entries_kernel
+from mla_fusion.attention.aiter import entries_kernel
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
@@ -16,6 +16,7 @@ from mla_fusion.cli.bench.kit import distance
 from mla_fusion.cli.selftest import decode, planner, sparse
 from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.sparse import Variant
+from tests.aiter_double import metadata
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, plan_for
 from tests.attention.packed_cases import Inputs, random_case
 from tests.kernels import interpreter
@@ -132,7 +133,7 @@ def test_page_indices_are_those_of_torch(monkeypatch):
         kv_indptr = torch.tensor([0, *lengths]).cumsum(0).int()
         want = torch.full((sum(lengths) + 7,), -5, dtype=torch.int32)
         got = want.clone()
-        entries.expand(want, kv_indptr, table, page)
+        metadata.entries(want, kv_indptr, table, page)
         entries_kernel.launch(got, kv_indptr, table, page)
         assert torch.equal(want, got), (number, page, lengths)
 

@@ -225,7 +225,7 @@ def test_aiter_plans_where_it_was_asked_for(use):
 @pytest.mark.parametrize(
     "changes, why",
     [
-        ({"planner": "auto"}, "choose one of portable, aiter"),
+        ({"planner": "auto"}, "planner must be .portable. or .aiter."),
         ({"max_query_len": 5}, "queries of 5"),
         ({"ctas": 8}, "only the portable planner takes ctas"),
         ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),

@@ -16,7 +16,7 @@ from mla_fusion.attention.hopper import (
     sparse_specialized,
     warp_specialized,
 )
-from mla_fusion.attention.hopper.warp_specialized_copy import query_boxes
+from mla_fusion.attention.hopper.warp_specialized_common import query_boxes
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.attention.plan.epilogue import Epilogue

@@ -103,41 +103,41 @@ def test_what_does_not_fit_is_refused(scratch, layout):
         (rf"kv_cache must be \[blocks, page_size, {size}\]", cache[..., 1:]),
     ):
         refused(message, scratch(), (changed, TABLE, layout), width=width)
-    refused("columns, of which 512 are summed", scratch(), given, width=640)
-    refused("columns, of which 512 are summed", scratch(v_head_dim=256), given, width=width)
+    refused("query's width and v_head_dim must be", scratch(), given, width=640)
+    refused("v_head_dim must be", scratch(v_head_dim=256), given, width=width)
     for types in ({"q_dtype": FP16}, {"kv_dtype": BF16}):
-        refused("for a bf16 query and that fp8 type", scratch(**types), given, width=width)
+        refused("for a bf16 query over the fp8", scratch(**types), given, width=width)
     refused("kv_scale must be None", scratch(), given, width=width, kv_scale=torch.ones(1))
     for offset, gap in ((0, 8), (8, 0)):
         odd = torch.zeros(9000, dtype=torch.uint8)[offset:]
         odd = odd.as_strided((2, 4, size), (4 * size + gap, size, 1), offset)
         refused("multiples of 16 bytes", scratch(), (odd, TABLE, layout), width=width)
     plain = cache, TABLE, dataclasses.replace(layout, group=layout.group // 2)
-    refused("both scopes must have one layout", scratch(widths=(4, 4)), given, plain, width=width)
+    refused("both scopes must be of one layout", scratch(widths=(4, 4)), given, plain, width=width)
 
 
 def test_pages_of_v4_are_whole(scratch):
     """Their scales are found by the size of the page, so a part of it is another page."""
     apart = torch.zeros(2, 4, 672, dtype=torch.uint8)
-    message = "entries must be 584 bytes apart, got 672"
+    message = "entries must be 584 bytes apart: .*, got 672"
     refused(message, scratch(), (apart[..., :584], TABLE, V4), width=512)
     decode(scratch(), (apart[..., :656], TABLE, V32))
 
 
 def test_tables_lengths_and_sinks_that_do_not_fit_are_refused(scratch):
     cache, made = torch.zeros(4, 16, 576, dtype=BF16), scratch(kv_dtype=BF16)
-    refused("1 scopes, got 2", made, (cache, TABLE), (cache, TABLE))
+    refused("scopes must be 1, as of the scratch, got 2", made, (cache, TABLE), (cache, TABLE))
     refused("scope 0: block_table must be int32", made, (cache, TABLE.long()))
-    none = "scope 0: the table must have 4 columns, as no lengths were given, got 3"
+    none = "scope 0: the table must be 4 columns wide, as no lengths were given, got 3"
     refused(none, made, (cache, TABLE[:, 1:]))
     refused(r"sink must be dense fp32 \[8\] on cpu", made, (cache, TABLE), sink=torch.zeros(16))
     for message, tokens, lengths in (
-        ("do not fit a scratch", 3, None), ("lengths of scope 0", 2, torch.zeros(2).long())
+        ("num_tokens must be 1 to 2", 3, None), ("lengths of scope 0", 2, torch.zeros(2).long())
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             made.refresh(tokens, [lengths])
     made.refresh(1, [None])
     refused("refresh", made, (cache, TABLE))
     made.refresh(2, [torch.tensor([3, 2]).int()])
-    refused("4 columns at most, got 5", made, (cache, torch.zeros(2, 5).int()))
+    refused("4 columns wide at most, got 5", made, (cache, torch.zeros(2, 5).int()))
     decode(made, (cache, TABLE[:, 1:]))

@@ -191,8 +191,8 @@ class TestPlan:
         [
             ({"qo_indptr": ints(0, 1)}, "qo_indptr must be a dense int32 tensor of 3"),
             ({"seq_lens": torch.tensor([4, 5])}, "seq_lens must be a dense int32"),
-            ({"seq_lens": ints(1, 1, 1, 1, 1), "qo_indptr": ints(0, 1, 2, 3, 4, 5)}, "up to 4"),
-            ({"max_query_len": 3}, "up to 2 a sequence"),
+            ({"seq_lens": ints(*[1] * 5), "qo_indptr": ints(*range(6))}, "1 to 4 sequences"),
+            ({"max_query_len": 3}, "max_query_len must be 1 to 2"),
             ({"seq_lens": ints(2**31 - 1, 1)}, "2147483648 KV tokens"),
         ],
     )

@@ -10,11 +10,9 @@ from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, FP32, arguments, definition, refresh
 
 RAGGED = [
-    ([1, 1, 1], [500, 3, 90]),
-    ([3, 1, 3, 0], [700, 33, 2, 9]),
-    ([0, 2, 8], [5, 0, 260]),
+    ([1, 1, 1], [500, 3, 90]), ([3, 1, 3, 0], [700, 33, 2, 9]), ([0, 2, 8], [5, 0, 260]),
     ([1] * 9, [1, 16, 17, 0, 400, 15, 31, 33, 64]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("query_lens, seq_lens", RAGGED)
@@ -53,14 +51,14 @@ def test_rows_behind_the_batch_are_not_written():
 
 
 BAD = [
-    ({"q": torch.zeros(3, 20, 80).to(BF16)}, "refreshed for 2 query rows in 2 sequences, q has 3"),
+    ({"q": torch.zeros(3, 20, 80).to(BF16)}, "refreshed for 2 query rows in 2 sequences.*, got 3"),
     ({"q": torch.zeros(2, 16, 80).to(BF16)}, "q must be of 20 heads"),
     ({"q": torch.zeros(2, 20, 80)}, "q must be torch.bfloat16"),
     ({"q": torch.zeros(2, 80, 20).to(BF16).mT}, "q must be dense in its last"),
     ({"q": torch.zeros(2, 20, 40).to(BF16)}, "q must be 64 wide or wider"),
     ({"kv_cache": torch.zeros(4, 16, 64).to(BF16)}, r"kv_cache must be \[blocks, page_size, 80\]"),
     ({"kv_cache": torch.zeros(4, 16, 80)}, "kv_cache must be torch.bfloat16"),
-    ({"block_table": torch.zeros(3, 2).int()}, "refreshed for 2 sequences"),
+    ({"block_table": torch.zeros(3, 2).int()}, "max_blocks.: the plan was refreshed for 2"),
     ({"block_table": torch.zeros(2, 2).long()}, "block_table must be int32"),
     ({"block_table": torch.zeros(2, 2).int().T}, "block_table must be dense"),
     ({"out": torch.zeros(2, 20, 80)}, "out must be"),

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.hopper import decode, tile, warp_specialized
+from mla_fusion.attention.hopper import common, decode, tile, warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli.bench.kit import distance
 from tests.attention import gluon_double
@@ -134,7 +134,7 @@ WANTED = [each.view(FN).to(torch.float16)[:, None] for each in (CODES, CODES.fli
 
 def test_both_bytes_are_converted():
     """NaN stays NaN."""
-    found = gluon_double.Machine().python(tile.widen_pairs)(PAIRS)
+    found = gluon_double.Machine().python(common.widen_pairs)(PAIRS)
     for each, want in zip(found, WANTED, strict=True):
         torch.testing.assert_close(each.data, want, rtol=0, atol=0, equal_nan=True)
 

@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention import triton as choice
 from mla_fusion.attention.cdna import decode as cdna_decode
 from mla_fusion.attention.hopper import warp_specialized
 from mla_fusion.attention.plan import device
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Scope, Sparse
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
-from mla_fusion.attention.triton import choice
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, FN, FP16
 

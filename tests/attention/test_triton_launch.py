@@ -11,9 +11,8 @@ pytest.importorskip("triton")
 from mla_fusion import attention
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper import decode as hopper_decode
-from mla_fusion.attention.hopper.copy import cache_boxes
+from mla_fusion.attention.hopper.common import cache_boxes
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel
 from tests.attention.decodes import (
     BF16,
@@ -43,12 +42,6 @@ def test_the_kernel_for_hopper_is_for_some_widths(latent, rope, taken):
     assert not provider.unsupported(BF16, BF16, latent, rope)
 
 
-def test_byte_caches_are_left_to_the_portable_kernel():
-    assert not hopper_decode.fits(inputs(16, BF16, sparse=True))
-    of_bytes = inputs(16, BF16, sparse=True, kv_dtype=FN, layout=FP8_DS_MLA)
-    assert "of one type" in hopper_decode.fits(of_bytes)
-
-
 def cache(blocks, page, block_rows=0, dtype=BF16):
     """A cache without memory whose blocks are `block_rows` rows apart, by default its page size."""
     step = int((block_rows or page) * 576)
@@ -74,13 +67,9 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
 
 @pytest.mark.parametrize(
     ("heads", "most", "batches"),
-    [
-        (16, 256, [1, 9, 33, 129]),
-        (128, 256, [1, 2, 5, 17, 33]),
-        (128, 16, [1, 2, 5]),
-        (128, 1, [1]),
-    ],
-)
+    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17, 33]), (128, 16, [1, 2, 5]),
+     (128, 1, [1])],
+)  # fmt: skip
 def test_a_warm_up_compiles_every_reduction(heads, most, batches):
     plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
     assert provider.warm_up_batches(plan, None) == batches

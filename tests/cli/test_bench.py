@@ -3,14 +3,13 @@ benchmarks/results/."""
 
 import csv
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
-from mla_fusion.cli.bench import kit, region_cases, region_peers
+from mla_fusion.cli.bench import kit, region, region_cases
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
@@ -29,22 +28,22 @@ def gpu(monkeypatch):
         raise ImportError("No module named 'flashinfer'")
 
     kit.say_once.cache_clear()
-    peers = {name: lambda region, name=name: name for name in region_peers.PEERS}
-    own = {name: lambda region, name=name: f"own {name}" for name in region_peers.OWN_ROUNDING}
+    peers = {name: lambda region, name=name: name for name in region.PEERS}
+    own = {name: lambda region, name=name: f"own {name}" for name in region.OWN_ROUNDING}
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
+    times = dict(zip(kit.TIMES, (1.23456789, 2.0, 3.0), strict=True))
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
-        (torch.cuda, "synchronize", lambda: None),
         (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
-        (region_peers, "PEERS", {**peers, "flashinfer": no_package}),
-        (region_peers, "OWN_ROUNDING", own),
-        (region_peers, "chosen_plan", lambda case: region_peers.Plan()),
+        (region, "PEERS", {**peers, "flashinfer": no_package}),
+        (region, "OWN_ROUNDING", own),
+        (region, "chosen_plan", lambda case: region.Plan()),
         (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
         (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls, None)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
-        (kit, "capture_calls", lambda call, count: SimpleNamespace(replay=lambda: None)),
-        (kit, "interleave", lambda graphs, _, rounds: dict.fromkeys(graphs, [2.0] * rounds)),
+        (kit, "capture_calls", lambda call, count: call),
+        (kit, "interleave", lambda graphs, *_: dict.fromkeys(graphs, times)),
     ):
         monkeypatch.setattr(module, name, value)
     return agreements
@@ -60,9 +59,10 @@ def test_rows_and_what_is_missing(gpu, capsys, tmp_path):
         rows = list(csv.DictReader(file))
     ours = [(r["tokens"], r["heads"]) for r in rows if r["candidate"] == "triton"]
     assert ours == [("1", "16"), ("8", "16")]
-    assert {r["candidate"] for r in rows} == set(region_peers.PEERS) - {"flashinfer"}
-    assert {(r["p50_us"], r["commit"], r["query"]) for r in rows} == {("2.0", "abc", "fp8")}
-    assert {r["candidate"] for r in rows if r["equal"] == ""} == {*region_peers.NOT_A_RESULT}
+    assert {r["candidate"] for r in rows} == set(region.PEERS) - {"flashinfer"}
+    found = {(r["p20_us"], r["p50_us"], r["commit"], r["query"]) for r in rows}
+    assert found == {("1.23457", "2", "abc", "fp8")}
+    assert {r["candidate"] for r in rows if r["equal"] == ""} == {*region.NOT_A_RESULT}
     assert {(r["nope"], r["rope"], r["latent"]) for r in rows} == {("64", "64", "256")}
 
 

@@ -2,6 +2,7 @@
 benchmarks/results/."""
 
 import csv
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +59,7 @@ def gpu(monkeypatch, on_cpu):
     }
 
     def interleave(graphs, count, rounds):
-        return {name: [times.get(name, 3.0)] * rounds for name in graphs}
+        return {name: dict.fromkeys(kit.TIMES, times.get(name, 3.0)) for name in graphs}
 
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
@@ -67,9 +68,9 @@ def gpu(monkeypatch, on_cpu):
         (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
         (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
         (peers, "CANDIDATES", offered),
-        (peers, "capture_calls", lambda call, count: call),
+        (kit, "capture_calls", lambda call, count: call),
         (kit, "interleave", interleave),
-        (bench_decode, "compile_ahead", lambda launch, cases: [launch(each) for each in cases]),
+        (bench_decode, "compile_ours", lambda cases: peers.launch_ours([*cases])),
     ):
         monkeypatch.setattr(module, name, value)
     return SimpleNamespace(offered=offered, times=times)
@@ -120,6 +121,27 @@ def test_a_step_has_no_more_tokens_than_a_gpu_holds(capsys):
     assert capsys.readouterr().out == "left out, more than 16777216 tokens: 512 x 65536\n"
 
 
+def test_every_layer_is_compiled_ahead_with_its_batches(monkeypatch, capsys):
+    """Where there are several; what fails is said."""
+    taken = []
+
+    def launch(cases):
+        taken.append([case.batch for case in cases])
+        if cases[0].heads == 8:
+            raise RuntimeError("no such layout")
+        return cases[0].name
+
+    monkeypatch.setattr(bench_decode, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(peers, "launch_ours", launch)
+    cases = [peers.Case(b, n, h, peers.BF16) for h in (8, 16) for b in (1, 4) for n in (70, 90)]
+    bench_decode.compile_ours(cases)
+    bench_decode.compile_ours(cases[:4])
+    assert taken == [[1, 4]] * 2
+    printed = capsys.readouterr().out
+    assert "H=16 bf16 compiled, " in printed
+    assert "not compiled ahead: RuntimeError no such layout, " in printed
+
+
 def test_rows_lines_and_summary(gpu, capsys, tmp_path):
     gpu.times["flashmla"] = 1.0
     status, rows = measured(tmp_path / "out" / "rows.csv", "--commit", "abc")
@@ -153,15 +175,13 @@ def test_a_column_says_what_was_timed(gpu, capsys, tmp_path, words, values):
 
 @pytest.mark.parametrize(("words", "cap"), [([], -1), (["--max-split-per-batch", "3"], 3)])
 def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
-    caps, make_plan = set(), peers.make_plan
+    caps, allocate = set(), peers.PersistentDecodePlan.allocate
 
-    def making(*given):
-        plan = make_plan(*given)
-        caps.add(plan.settings.max_split_per_batch)
-        return plan
+    def allocating(**settings):
+        caps.add(settings["max_split_per_batch"])
+        return allocate(**settings)
 
-    monkeypatch.setattr(peers, "make_plan", making)
-    monkeypatch.setattr(bench_decode, "compile_ahead", lambda launch, cases: None)
+    monkeypatch.setattr(peers.PersistentDecodePlan, "allocate", allocating)
     status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
     assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
 

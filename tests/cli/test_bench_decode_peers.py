@@ -43,18 +43,17 @@ def test_behind_w_uv_the_product_is_checked(on_cpu, monkeypatch, dtype):
     """Each call has a W_UV of its own, laid out as vLLM's; that of another call is found."""
     case = peers.Case(3, 100, 2, dtype, queries=2, latent=32, rope=16, values=24)
     monkeypatch.setattr(peers, "ROTATED", 2 * case.bytes())
-    monkeypatch.setattr(peers, "capture_calls", lambda call, count: call)
     inputs = peers.make(case)
     assert [w.shape for w in inputs.w_uv] == [(2, 32, 24)] * 2 == [(2, 32, 24)] * len(inputs.caches)
     assert inputs.w_uv[0].stride() == (24 * 32, 1, 32)
-    for build in (peers.ours, vllms):
-        graph, apart, _ = peers.prepare(inputs, build)
+    for candidate in (peers.ours, vllms):
+        call, apart = peers.build(inputs, candidate)
         assert apart <= peers.TOLERANCE and inputs.out.shape == (6, 2, 24)
-        graph(-1)
+        call(-1)
         assert peers.error(inputs) == apart
-        graph(0)
+        call(0)
         assert peers.error(inputs) > peers.TOLERANCE
-        graph(-1)
+        call(-1)
         inputs.w_uv.reverse()
         assert peers.error(inputs) > peers.TOLERANCE
         inputs.w_uv.reverse()

@@ -60,10 +60,11 @@ def one_layer(monkeypatch):
     monkeypatch.setattr(bench_epilogue, "make", lambda case: [given])
     monkeypatch.setattr(bench_epilogue, "provider", nothing)
     monkeypatch.setattr(bench_epilogue, "capture_calls", lambda call, count: call(0))
-    us = {("alone", ""): 1.0}
-    monkeypatch.setattr(
-        bench_epilogue, "interleave", lambda graphs, *_: {n: [us.get(n, 2.0)] * 3 for n in graphs}
-    )
+
+    def interleave(graphs, *_):
+        return {n: dict.fromkeys(kit.TIMES, 1.0 if "alone" in n else 2.0) for n in graphs}
+
+    monkeypatch.setattr(bench_epilogue, "interleave", interleave)
     return given
 
 

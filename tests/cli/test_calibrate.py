@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mla_fusion import cli
-from mla_fusion.attention.triton import choice
+from mla_fusion.attention import triton
 from mla_fusion.cli.bench import decode, kit
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.calibrate import command, measure
-from mla_fusion.cli.selftest.watch import Row
+from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
@@ -34,7 +34,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     checked = []
     monkeypatch.setattr(measure, "run_checks", lambda names: checked.append(names) or bad)
-    monkeypatch.setattr(choice, "has_hopper", lambda _: True)
+    monkeypatch.setattr(triton, "has_hopper", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(kit.FACTS, ""))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)

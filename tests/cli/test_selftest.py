@@ -4,35 +4,35 @@ import json
 import math
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from mla_fusion import cli
-from mla_fusion.cli.selftest import command, kernels, watch
-from tests.cli.test_lifeline import session
+from mla_fusion.cli.child import Job
+from mla_fusion.cli.selftest import command, kernels
 
 CHILD = """
-import json, os, sys, time
+import json, sys, time
 def case(error, wrong=""):
     print(json.dumps({"case": "a case", "error": error, "bound": 1.0, "wrong": wrong}), flush=True)
-kind = sys.argv[1]
-print("a compiler's line")
+kind, workdir = sys.argv[1:]
 case(0.5)
 if kind == "nan": case(float("nan"))
 if kind == "repeated": case(0.1, "two launches differ")
 if kind == "hangs": time.sleep(600)
-if kind == "dies": sys.exit("illegal memory access")
-print(json.dumps({"end": "no such GPU" if kind == "other" else ""}), flush=True)
+if kind == "dies":
+    print("illegal memory access", file=open(workdir + "/engine.log", "w"))
+    sys.exit(1)
+with open(workdir + "/result.json", "w") as file:
+    json.dump({"skipped": "no such GPU"} if kind == "other" else {}, file)
 """
 ENDS = {
     "right": ("right", ""),
     "nan": ("WRONG", "a case: error nan, bound 1"),
     "repeated": ("WRONG", "a case: two launches differ"),
     "hangs": ("WRONG", "killed after 2 s of silence behind case 1"),
-    "dies": ("WRONG", "the process ended with 1: illegal memory access"),
+    "dies": ("WRONG", "the process ended: illegal memory access (exit status 1)"),
     "other": ("cannot run", ""),
 }
 
@@ -40,13 +40,17 @@ ENDS = {
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """A GPU that six made-up kernels run on."""
-    made = (sys.executable, "-c", CHILD)
+
+    def start(job, **streams):
+        words = [sys.executable, "-c", CHILD, job.options["name"], job.workdir]
+        return subprocess.Popen(words, text=True, start_new_session=True, **streams)
+
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(kernels, "NAMES", [*ENDS])
-    monkeypatch.setattr(watch, "CHILD", made)
-    monkeypatch.setattr(watch, "SILENCE", 2.0)
+    monkeypatch.setattr(kernels, "start", start)
+    monkeypatch.setattr(kernels, "SILENCE", 2.0)
 
 
 def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
@@ -76,30 +80,15 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
     assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
 
 
-def test_a_child_says_why_its_kernel_cannot_run(capsys, monkeypatch):
+def test_a_child_says_why_its_kernel_cannot_run(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "has_hopper", lambda _: False)
-    kernels.main("decode hopper.decode bf16", thorough=False)
-    assert capsys.readouterr().out == '{"end": "it needs sm_90"}\n'
+    options = {"name": "decode hopper.decode bf16", "thorough": False}
+    job = Job(str(tmp_path), str(tmp_path), options=options)
+    assert kernels.run(job, None) == {"skipped": "it needs sm_90"}
 
 
-ENDLESS = (
-    "import sys, time; from mla_fusion.cli.child import end_with_parent; "
-    "end_with_parent(int(sys.argv[2])); time.sleep(600)"
-)
-
-
-def test_a_child_ends_with_a_command_that_is_killed():
-    source = (
-        "import sys; from mla_fusion.cli.selftest import watch; "
-        f"watch.CHILD = sys.executable, '-c', {ENDLESS!r}; watch.watch('one', False, print)"
-    )
-    command, child = subprocess.Popen([sys.executable, "-c", source]), []
-    while not (child and session(int(child[0]))):
-        assert command.poll() is None
-        tasks = Path(f"/proc/{command.pid}/task").glob("*/children")
-        child = "".join(path.read_text() for path in tasks).split()
-    command.kill()
-    limit = time.monotonic() + 30
-    while session(int(child[0])):
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+def test_a_child_says_what_its_check_raised():
+    """No kernel has this name."""
+    row = kernels.watch("decode nothing", False, print)
+    assert row.verdict == "WRONG" and row.cases == 0
+    assert row.wrong.startswith("the next case: ValueError: not enough values")

@@ -17,32 +17,29 @@ from typing import Any
 
 from mla_fusion.cli.check import model_classes
 from tests import child as children
-from tests.coverage import classes, models, neighbours, page
+from tests.coverage import classes, jobs, page
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else two ranks want two NUMA nodes
 
 
-def run(engines):
-    """What became of each of `engines`, in one process for each set of imitations."""
+def run(engines, only=()):
+    """What became of those `engines` whose name starts with one of `only`, or of all, in one
+    process for each set of imitations."""
+    engines = [job for job in engines if not only or job["name"].startswith(tuple(only))]
     results: dict[str, Any] = {}
-    for imitate in sorted({tuple(engine.get("imitate", ())) for engine in engines}):
-        group = [engine for engine in engines if tuple(engine.get("imitate", ())) == imitate]
+    for imitate in sorted({engine["imitate"] for engine in engines}):
+        group = [engine for engine in engines if engine["imitate"] == imitate]
         with tempfile.TemporaryDirectory(prefix="mla-fusion-coverage-") as folder:
             work = "tests.coverage.engines:run_all"
-            results |= children.run(children.job(work, Path(folder), options={"engines": group},
+            options = {"engines": group, "imitate": imitate}
+            results |= children.run(children.job(work, Path(folder), options=options,
                                                  environment=ENVIRONMENT))  # fmt: skip
-    return {engine["name"]: results[engine["name"]] for engine in engines}
-
-
-def rerun(jobs, only):
-    """The results of those `jobs` whose name starts with one of `only`, or of all."""
-    return run([job for job in jobs if not only or job["name"].startswith(tuple(only))])
+    return results
 
 
 def save(name, results):
     """Keep results under a name."""
-    page.RESULTS.mkdir(exist_ok=True)
     path = page.RESULTS / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"coverage: wrote {path.relative_to(ROOT)}")
@@ -54,14 +51,12 @@ def read_sources(package):
     vLLM's list of fallbacks to transformers is one architecture.
     """
     found = {
-        a.name: list(a.compiled)
-        for a in classes.architectures(package)
-        if page.TRANSFORMERS not in a.compiled or a.name == "TransformersForCausalLM"
+        name: compiled
+        for name, compiled in classes.architectures(package).items()
+        if page.TRANSFORMERS not in compiled or name == "TransformersForCausalLM"
     }
-    return {
-        "architectures": found,
-        "breakable": sorted(model_classes.breakable(package) & set(found)),
-    }
+    breakable = sorted(model_classes.breakable(package) & found.keys())
+    return {"architectures": found, "breakable": breakable}
 
 
 def main(command, arguments):
@@ -77,19 +72,14 @@ def main(command, arguments):
             raise SystemExit(f"coverage: {release} needs a column for {', '.join(sorted(own))}")
     elif command == "neighbours":
         with tempfile.TemporaryDirectory() as folder:
-            model = neighbours.write_model(Path(folder))
-            jobs = [job for n in neighbours.NEIGHBOURS for job in n.jobs(model)]
-            results = rerun(jobs, arguments)
+            results = run(jobs.of_neighbours(Path(folder)), arguments)
             save("neighbours", page.stored("neighbours") | results)
     elif command == "models":
         import vllm
 
         version = str(vllm.__version__).split("+")[0]
-        jobs = [engine.job() for engine in models.ENGINES]
-        results = rerun(jobs, arguments)
-        engines = page.stored(version).get("engines", {}) | results
-        package = Path(vllm.__file__).parent
-        save(version, {**read_sources(package), "engines": engines})
+        engines = page.stored(version).get("engines", {}) | run(jobs.MODELS, arguments)
+        save(version, {**read_sources(Path(vllm.__file__).parent), "engines": engines})
     else:
         raise SystemExit(__doc__)
 

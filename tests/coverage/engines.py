@@ -15,7 +15,6 @@ from unittest import mock
 from mla_fusion.cli import child
 
 SEQUENCES = 4  # and, without drafts, the decode bucket
-LAYER_CLASS = "MLAAttention"
 # (step at which it arrives, tokens): prefill with and without decodes, inside the bucket and above.
 # Two share a prefix, for prefix caching, and two repeat themselves, for drafts from the prompt.
 ARRIVALS = [
@@ -28,71 +27,68 @@ NEW_TOKENS = 12
 
 
 def run_all(job, progress):
-    """The result of each engine of `job.options["engines"]`, by its name.
+    """The result of each engine of `job.options["engines"]`, by its name, with the functions of
+    imitations.py that `imitate` names in force.
 
     Keys of an engine: name; model (a config.json) or folder (with weights); draft (a config.json);
-    engine (arguments of EngineArgs); flag; prompts (how many times to generate); config_only
-    (whether to stop before the engine); imitate (functions of imitations.py, in force for the whole
-    process).
+    engine (arguments of EngineArgs); flag; prompts (how many times to generate).
     """
+    from vllm.platforms.cpu import CpuPlatform
+
     from tests.coverage import imitations
 
-    engines = job.options["engines"]
-    for name in sorted({name for engine in engines for name in engine.get("imitate", ())}):
+    for name in job.options["imitate"]:
         getattr(imitations, name)()
     done: dict[str, Any] = {}
-    for index, engine in enumerate(engines):
+    for index, engine in enumerate(job.options["engines"]):
         began = time.monotonic()
         folder = Path(job.cache, str(index))
         os.environ["VLLM_CACHE_ROOT"] = str(folder / "vllm")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         child.share_facts(folder / "vllm", Path(job.cache))
         done[engine["name"]] = result = _outcome(engine, folder)
-        _keep_kernels()
+        # vLLM's CPU kernels are registered with the first engine of a process. With the next one
+        # it searches all loaded modules again, and fails on numba, which drafts from the prompt
+        # load.
+        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
         said = result.get("error") or result["classes"]
         spent = time.monotonic() - began
         print(f"coverage: {engine['name']}: {said}, {spent:.0f} s", file=progress)
     return done
 
 
-def _keep_kernels():
-    """vLLM's CPU kernels are registered with the first engine of a process.
-
-    With the next engine it searches all loaded modules again, and fails on numba, which drafts from
-    the prompt load.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-
-
 def _outcome(asked, folder):
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from mla_fusion import report
+
     lines = child.kept_messages(logging.INFO)
-    records: list[tuple[str, Any]] = []
+    classes: dict[str, list[Any]] = {}
     try:
-        with _watched(records):
-            generated, layers = _run(asked, folder)
+        with _watched(classes):
+            engine = child.build(**_arguments(asked, folder))
+            try:
+                generated = _generate(engine, asked["prompts"]) if "prompts" in asked else {}
+            finally:
+                engine.engine_core.shutdown()
     except Exception as error:  # noqa: BLE001  (what failed is a row of the table)
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"[:400], "log": lines}
     finally:
         cleanup_dist_env_and_memory()
         torch._dynamo.reset()
+    ranks = sorted((folder / "vllm").glob("torch_compile_cache/mla_fusion/*.json"))
     return {
-        "classes": _classes(records),
-        "reports": _reports(folder),
-        "layers": layers,
+        "classes": {name: _counts(graphs) for name, graphs in classes.items()},
+        "reports": [_counts(report.load(path).decode_ranges()) for path in ranks],
         **generated,
-        "log": [line for line in lines if line.startswith(("decode range", "fuse_aiter"))],
-        "warnings": [line for line in lines if "switched off" in line],
+        "log": [line for line in lines if line.startswith(report.FLAG_LINE)],
     }
 
 
-def _watched(records):
-    """Keep each graph's record beside the class it belongs to, meanwhile."""
+def _watched(classes):
+    """Keep the records of the decode range's graphs by the class they belong to, meanwhile."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
     from mla_fusion import report
@@ -103,71 +99,46 @@ def _watched(records):
         owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
         for owner in owners:
             if isinstance(owner, TorchCompileWithNoGuardsWrapper):
-                records.append((f"{type(owner).__module__}:{type(owner).__name__}", record))
+                if record.layers and record.range[0] == 1:
+                    name = f"{type(owner).__module__}:{type(owner).__name__}"
+                    classes.setdefault(name, []).append(record)
                 break
         original(record)
 
     return mock.patch.object(report, "add", add)
 
 
-def _classes(records):
-    """Per compiled class the counts of its decode range."""
-    from mla_fusion import report
-
-    found: dict[str, Any] = {}
-    for name, record in records:
-        if record.layers and record.range[0] == 1:
-            found.setdefault(name, report.RangeReport(record.range)).add(record)
-    return {name: _counts([total]) for name, total in found.items()}
-
-
-def _reports(folder):
-    """The counts of the decode range in the report of each rank."""
-    from mla_fusion import report
-
-    paths = sorted((folder / "vllm").glob("torch_compile_cache/mla_fusion/*.json"))
-    made = [report.load(path) for path in paths]
-    return [_counts([r for r in each.ranges if r.range[1] <= each.bucket]) for each in made]
-
-
 def _counts(ranges):
     """MLA layers, how many fused, and the declines by their code."""
-    declined = {d.code: layers for r in ranges for d, layers in r.declined.items()}
-    layers, fused = sum(r.layers for r in ranges), sum(r.fused for r in ranges)
-    return {"layers": layers, "fused": fused, "declined": declined}
+    from mla_fusion import report
+
+    total = report.RangeReport((1, 1))
+    for each in ranges:
+        total.add(each)
+    declined = {decline.code: layers for decline, layers in total.declined.items()}
+    return {"layers": total.layers, "fused": total.fused, "declined": declined}
 
 
-def _run(asked, folder):
-    """(what `_generate` returns, MLA layers of the engine)."""
+def _arguments(asked, folder):
+    """Arguments of `child.build`."""
     from mla_fusion import config
     from tests.models import write
 
-    arguments: dict[str, Any] = dict(asked.get("engine", {}))
+    arguments = dict(asked["engine"])
     if "speculative_config" in arguments:
         drafts = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
+        if "draft" in asked:
+            drafts["model"] = write(folder / "draft", asked["draft"])
         arguments["speculative_config"] = {**arguments["speculative_config"], **drafts}
-    if "draft" in asked:
-        arguments["speculative_config"]["model"] = write(folder / "draft", asked["draft"])
-    compilation = {**arguments.get("compilation_config", {})}
-    compilation["pass_config"] = {config.FLAG: asked.get("flag", True)}
-    arguments = {
+    flag = {"pass_config": {config.FLAG: asked.get("flag", True)}}
+    return {
         "model": asked.get("folder") or write(folder / "model", asked["model"]),
         "load_format": "auto" if "folder" in asked else "dummy",
         "max_num_seqs": SEQUENCES,
         "additional_config": {config.OPTIONS_KEY: {"provider": "reference"}},
         **arguments,
-        "compilation_config": compilation,
+        "compilation_config": arguments.get("compilation_config", {}) | flag,
     }
-    if asked.get("config_only"):
-        child.engine_arguments(**arguments).create_engine_config()
-        return {}, 0
-    engine = child.build(**arguments)
-    try:
-        layers = engine.vllm_config.compilation_config.static_forward_context.values()
-        count = sum(type(layer).__name__ == LAYER_CLASS for layer in layers)
-        return (_generate(engine, asked["prompts"]) if asked.get("prompts") else {}), count
-    finally:
-        engine.engine_core.shutdown()
 
 
 def _generate(engine, times):
@@ -183,7 +154,7 @@ def _generate(engine, times):
     connector.store = connector.Store()
     split, drafts = _watch_steps(engine.engine_core.engine_core.scheduler)
     tokens: list[list[int]] = []
-    step, cached, burst = 0, 0, 0
+    cached, burst = 0, 0
     for _ in range(times):
         made: dict[int, list[int]] = {}
         for outputs in child.steps(engine, ARRIVALS, NEW_TOKENS):
@@ -193,17 +164,15 @@ def _generate(engine, times):
                 made[index] = now
                 if output.finished:
                     cached += output.num_cached_tokens or 0
-            step += 1
         tokens += [made[index] for index in sorted(made)]
-    ranks = [[*counts.values()] for counts in engine.collective_rpc("mla_fusion_steps")]
+    counts = engine.collective_rpc("mla_fusion_steps")
     return {
         "tokens": tokens,
-        "steps": step,
         "cached": cached,
         "split": len(split),
         "drafts": max(drafts, default=0),
         "burst": burst,
-        "passes": [group for rank in ranks for group in rank],
+        "passes": [group for rank in counts for group in rank.values()],
         "kv": connector.store.summary(),
     }
 

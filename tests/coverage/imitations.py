@@ -9,6 +9,21 @@ import itertools
 import torch
 
 
+def _attend(query, cache, tables, lengths, scale, latent):
+    """Attention [T, H, latent] in fp32 of each row to a sequence, and its log-sum-exp [T, H]."""
+    query = query.float()
+    out = query.new_zeros(*query.shape[:2], latent)
+    lse = query.new_full(query.shape[:2], -torch.inf)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            blocks = tables[row, : -(-length // cache.shape[1])].long()
+            keys = cache[blocks].flatten(0, 1)[:length].float()
+            scores = scale * query[row] @ keys.T
+            lse[row] = scores.logsumexp(-1)
+            out[row] = scores.softmax(-1) @ keys[:, :latent]
+    return out, lse
+
+
 def pangu_draft_attribute():
     """vLLM 0.32's OpenPangu MTP head reads an attribute its decoder layer lacks, on any device."""
     from vllm.model_executor.models.openpangu import OpenPanguDecoderLayer
@@ -24,13 +39,7 @@ def latents_of_any_width():
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     def decode(out, query, kv_cache, scale, block_tables, seq_lens):
-        page, latent = kv_cache.shape[1], out.shape[-1]
-        for row, length in enumerate(seq_lens.tolist()):
-            if length:
-                blocks = block_tables[row, : -(-length // page)].long()
-                keys = kv_cache[blocks].flatten(0, 1)[:length].float()
-                weights = (scale * query[row].float() @ keys.T).softmax(-1)
-                out[row] = weights @ keys[:, :latent]
+        out.copy_(_attend(query, kv_cache, block_tables, seq_lens, scale, out.shape[-1])[0])
 
     ops.mla_decode_kvcache_cpu = decode
     CPUMLABackend.get_supported_head_sizes = classmethod(lambda cls: [])  # all
@@ -110,16 +119,9 @@ def parts_of_a_cache():
         self.dcp_world_size, self.lse_base_on_e = get_dcp_group().world_size, True
 
     def forward_mqa(self, q, cache, metadata, layer):
-        q = (torch.cat(q, dim=-1) if isinstance(q, tuple) else q).float()
-        out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
-        lse = q.new_full(q.shape[:2], -torch.inf)
-        for row, length in enumerate(metadata.decode.seq_lens.tolist()):
-            if length:
-                blocks = metadata.decode.block_table[row, : -(-length // cache.shape[1])].long()
-                keys = cache[blocks].flatten(0, 1)[:length].float()
-                scores = self.scale * q[row] @ keys.T
-                lse[row] = scores.logsumexp(-1)
-                out[row] = scores.softmax(-1) @ keys[:, : self.kv_lora_rank]
+        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        tables, lengths = metadata.decode.block_table, metadata.decode.seq_lens
+        out, lse = _attend(q, cache, tables, lengths, self.scale, self.kv_lora_rank)
         return out.to(cache.dtype), lse
 
     def merge(out, lse, group, **_):

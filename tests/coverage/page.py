@@ -9,16 +9,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.coverage import tables, unreachable
-from tests.coverage.neighbours import NEIGHBOURS
-from tests.coverage.on_graphs import ON_GRAPHS, SPECS
+from tests.coverage import tables
+from tests.coverage.jobs import NEIGHBOURS
+from tests.coverage.vllm_passes import ON_GRAPHS, SPECS
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
 NEW, OLD, SOURCES = RELEASES = "0.32.0", "0.29.0", "0.26.0"  # the columns
 TRANSFORMERS = "transformers.base:Base"
 _MODELS = "vllm.model_executor.models."
-_NO_SEQUENCE_PARALLELISM = "not run: `enable_sp` is gone"
 
 
 def stored(name):
@@ -40,16 +39,16 @@ def text(page):
 def table():
     """A row for all of a kind that have the same cells."""
     header = ["", "which", f"vLLM {NEW}", OLD, f"sources of {SOURCES}"]
-    grouped: dict[tuple[str, ...], list[str]] = {}
-    for kind, name, cells in (*quantizations(), *spelled(), *beside()):
-        grouped.setdefault((kind, *cells), []).append(name)
-    rows = [[kind, _listed(names), *cells] for (kind, *cells), names in grouped.items()]
-    lines = [header, ["---"] * len(header), *models_rows(), *rows]
-    assert all(len(line) == len(header) and all(line[1:]) for line in lines)
-    kinds = [line[0] for line in lines]
-    shown = [kind * (kind != above) for above, kind in zip(["-", *kinds], kinds, strict=False)]
-    rows = [[kind, *line[1:]] for kind, line in zip(shown, lines, strict=True)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for kind, name, cell in _all_but_models():
+        grouped.setdefault((kind, cell), []).append(name)
+    others = [[kind, _listed(names), cell, "-", "-"] for (kind, cell), names in grouped.items()]
+    lines, above = [header, ["---"] * len(header)], ""
+    for kind, *cells in (*_models(), *others):
+        assert all(cells)
+        lines.append([kind * (kind != above), *cells])
+        above = kind
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _listed(names):
@@ -66,14 +65,13 @@ def _listed(names):
 def why_unreached(version, architecture):
     """The reason why no pass reaches it in a release; empty if engines show its classes."""
     release = stored(version)
-    row = unreachable.OF_ARCHITECTURE.get(architecture)
-    if row and row.sparse:
-        return f"`{row.sparse}`"
+    if code := tables.UNREACHABLE.get(architecture):
+        return f"`{code}`"
     if architecture in release["breakable"]:
-        return f"`{unreachable.BREAKABLE}`"
+        return f"`{tables.BREAKABLE}`"
     if not release["architectures"][architecture]:
-        return f"`{unreachable.NO_GRAPH}`"
-    return row.compiled.get(version, "") if row else ""
+        return f"`{tables.NO_GRAPH}`"
+    return tables.NOT_SHOWN.get((version, architecture), "")
 
 
 def of_its_own(found):
@@ -88,13 +86,13 @@ def of_its_own(found):
 
 
 def compiled(version):
-    """Compiled class -> the architectures that reach it, less those with a reason against it."""
-    out: dict[str, list[str]] = {}
-    for architecture, classes in stored(version)["architectures"].items():
-        for name in classes:
-            if not why_unreached(version, architecture):
-                out.setdefault(name, []).append(architecture)
-    return out
+    """The compiled classes of all architectures without a reason against them."""
+    return {
+        name
+        for architecture, classes in stored(version)["architectures"].items()
+        for name in classes
+        if not why_unreached(version, architecture)
+    }
 
 
 def shown(version):
@@ -109,48 +107,41 @@ def shown(version):
     return out
 
 
-def models_rows():
+def _models():
     """One row for all architectures of which the same became in each release."""
     found = {version: shown(version) for version in (OLD, NEW)}
-    grouped: dict[tuple[Any, ...], tuple[list[str], set[str]]] = {}
-    names = {name for version in RELEASES for name in stored(version)["architectures"]}
-    for architecture in sorted(names):
-        classes = {
-            name
-            for version in RELEASES
-            for name in stored(version)["architectures"].get(architecture, ())
-        }
-        states = tuple(_state(version, architecture, found) for version in (NEW, OLD, SOURCES))
-        of_state, all_classes = grouped.setdefault(states, ([], set()))
+    grouped: dict[tuple[str, ...], tuple[list[str], set[str]]] = {}
+    every = {version: stored(version)["architectures"] for version in (NEW, OLD, SOURCES)}
+    for architecture in sorted(set().union(*every.values())):
+        classes = {name for of in every.values() for name in of.get(architecture, ())}
+        states = tuple(
+            _state(version, architecture, of.get(architecture), found.get(version))
+            for version, of in every.items()
+        )
+        names, all_classes = grouped.setdefault(states, ([], set()))
         any_model = "any, with `model_impl=transformers`"
-        of_state.append(any_model if TRANSFORMERS in classes else f"`{architecture}`")
+        names.append(any_model if TRANSFORMERS in classes else f"`{architecture}`")
         all_classes |= classes
     rows = []
-    for states, (of_state, classes) in grouped.items():
+    for states, (names, classes) in grouped.items():
         cells = [
-            _total([found[v][name] for name in classes if name in found[v]])
-            if state is _ALL
-            else state
-            for v, state in zip((NEW, OLD, SOURCES), states, strict=True)
+            state or _total(found[version][name] for name in classes & found[version].keys())
+            for version, state in zip(every, states, strict=True)
         ]
-        rows.append(["models", ", ".join(of_state), *cells])
+        rows.append(["models", ", ".join(names), *cells])
     return sorted(rows, key=lambda row: " of " not in row[2])
 
 
-_ALL = object()  # what became of an architecture: every layer fused
-
-
-def _state(version, architecture, found):
-    """What became of an architecture in a release: `_ALL`, or a cell."""
-    classes = stored(version)["architectures"].get(architecture)
+def _state(version, architecture, classes, found):
+    """What became of an architecture in a release: its cell, empty if every layer fused."""
     if classes is None:
         return "not there"
     if code := why_unreached(version, architecture):
         return code
     if version == SOURCES:
         return "compiled"
-    counts = [found[version][name] for name in classes]
-    return _ALL if all(count["layers"] == count["fused"] for count in counts) else _total(counts)
+    counts = [found[name] for name in classes]
+    return "" if all(count["layers"] == count["fused"] for count in counts) else _total(counts)
 
 
 def _total(counts):
@@ -162,7 +153,7 @@ def _total(counts):
 
 def _all_or_none(count, reason):
     """All of so many fused, or none for a reason."""
-    return _fused(f"0 of {count}", [reason]) if reason else f"{count} of {count}"
+    return _fused(f"{0 if reason else count} of {count}", [reason] * bool(reason))
 
 
 def _fused(counts, codes):
@@ -170,68 +161,35 @@ def _fused(counts, codes):
     return ", ".join([counts, *(f"`{code}`" for code in codes)])
 
 
-def spelled():
-    """Each spelling: all variants fuse."""
-    for name in tables.SPELLINGS:
-        yield "spellings", name, (_all_or_none(len(tables.VARIANTS), ""), "-", "-")
-
-
-def quantizations():
-    """Each quantization in front of o_proj: it is taken in, in all variants, or why not."""
+def _all_but_models():
+    """(kind, name, cell): whether all variants fuse, or why not, and what is equal."""
     for name, (_, where, reason) in tables.OUTPUTS.items():
         cell = _all_or_none(len(tables.OUTPUT_VARIANTS), reason)
-        yield "quantizations", f"{name} ({where})", (cell, "-", "-")
-
-
-def beside():
-    """Each neighbour: the layers that fused, and the tokens with the flag off and on."""
+        yield "quantizations", f"{name} ({where})", cell
+    for name in tables.SPELLINGS:
+        yield "spellings", name, _all_or_none(len(tables.VARIANTS), "")
     for neighbour in NEIGHBOURS:
-        name, layers, tokens = neighbour_row(neighbour, stored("neighbours"))
-        cell = tokens if layers == "-" else f"{layers}; tokens {tokens}"
-        yield "neighbours", name, (cell, "-", "-")
+        yield "neighbours", neighbour.name, neighbour_cell(neighbour, stored("neighbours"))
     for name, (_, reason) in ON_GRAPHS.items():
         same = "graph unchanged" if reason else "outputs of the graphs equal"
-        cell = f"{_all_or_none(len(SPECS), reason)}; {same}"
-        yield "neighbours", name, (cell, "-", "-")
-    yield "neighbours", "sequence parallelism", (_NO_SEQUENCE_PARALLELISM, "not run", "not run")
+        yield "neighbours", name, f"{_all_or_none(len(SPECS), reason)}; {same}"
+    yield "neighbours", "sequence parallelism", "not run: `enable_sp` is gone"
 
 
-def _switched_off(result):
-    """The code for which the flag was switched off, if it was."""
-    found = re.search(r"\[([a-z-]+)\]", "".join(result["warnings"]))
-    return found[1] if found else ""
-
-
-def neighbour_row(neighbour, results):
-    """The cells of one neighbour, from the results of its engines."""
-    on = results.get(f"{neighbour.name} (on)")
-    if on is None:
-        return [neighbour.name, *["not run"] * 2]
-    if "error" in on and neighbour.refused in on["error"] and neighbour.refused:
-        return [neighbour.name, "-", f"vLLM refuses it on a CPU: {neighbour.refused}"]
-    if neighbour.reason:
-        declined = _switched_off(on) == neighbour.reason
-        layers = _fused("none", [neighbour.reason]) if declined else "NOT DECLINED"
-        return [neighbour.name, layers, "nothing is changed"]
-    off = results[f"{neighbour.name} (off)"]
-    errors = [result["error"] for result in (off, on) if "error" in result]
-    if errors:
-        return [neighbour.name, "-", f"FAILED: {errors[0]}"]
-    return [neighbour.name, _layers(on), _sameness(off, on)]
-
-
-def _layers(on):
-    """Of each rank: how many MLA layers fused, of all; the reasons of the others."""
-    if code := _switched_off(on):
-        return _fused("none", [code])
-    counts = [f"{made['fused']} of {made['layers']}" for made in on["reports"]]
+def neighbour_cell(neighbour, results):
+    """What became of a neighbour: the layers that fused on each rank, the reasons of the others,
+    and whether both engines gave the same tokens, and the same entries to a connector."""
+    off, on = (results[f"{neighbour.name} ({flag})"] for flag in ("off", "on"))
+    if error := off.get("error") or on.get("error"):
+        if neighbour.refused and neighbour.refused in error:
+            return f"vLLM refuses it on a CPU: {neighbour.refused}"
+        return f"FAILED: {error}"
+    layers = " + ".join(f"{made['fused']} of {made['layers']}" for made in on["reports"])
     codes = sorted({code for made in on["reports"] for code in made["declined"]})
-    return _fused(" + ".join(counts) or "0 of 0", codes)
-
-
-def _sameness(off, on):
-    """Whether both engines gave the same tokens, and the same entries to a connector."""
+    if switched_off := re.search(r"switched off.*?\[([a-z-]+)\]", "\n".join(on["log"])):
+        layers, codes = "none", [switched_off[1]]
     count = sum(map(len, on["tokens"]))
-    if not count or on["tokens"] != off["tokens"] or on["kv"] != off["kv"]:
-        return "DIFFERENT"
-    return f"equal ({count})" + ("; entries equal to the bit" if on["kv"]["saved"] else "")
+    same = "DIFFERENT"
+    if count and on["tokens"] == off["tokens"] and on["kv"] == off["kv"]:
+        same = f"equal ({count})" + "; entries equal to the bit" * bool(on["kv"]["saved"])
+    return f"{_fused(layers or '0 of 0', codes)}; tokens {same}"

@@ -1,4 +1,5 @@
-"""Every spelling of RoPE and cache write, and every quantization in front of o_proj.
+"""Every spelling of RoPE and cache write, every quantization in front of o_proj, and what no pass
+reaches.
 
 The graphs are traced from vLLM's own code (`tests/passes/graphs.py`), on a CPU, which stands in for
 a GPU, and run before and after the passes of vLLM; others were recorded from an engine on a GPU
@@ -54,3 +55,35 @@ OUTPUTS = {
 NOT_RUN = ("opaque", "group_packed")
 # As in `VARIANTS`.
 OUTPUT_VARIANTS = list(itertools.product(("input", "constant"), (True, False)))
+
+BREAKABLE, NO_GRAPH, SPARSE, SPARSE_MODEL = (
+    "breakable-cudagraph", "no-graph", "sparse-attention", "sparse-model"
+)  # fmt: skip
+# Architectures with MLA layers that no pass reaches -> the code of a sparse attention, which holds
+# in every release; with `SPARSE` the config has an index_topk. Of the others the sources say why.
+UNREACHABLE = {
+    "DeepseekV32ForCausalLM": SPARSE,
+    "GlmMoeDsaForCausalLM": SPARSE,
+    "DeepseekV32MTPModel": SPARSE,
+    "HYV4ForCausalLM": SPARSE_MODEL,
+    "HYV4MTPModel": SPARSE_MODEL,
+    "DeepseekV4ForCausalLM": SPARSE,
+    "DeepseekV4ForConditionalGeneration": SPARSE,
+    "DeepSeekV4MTPModel": SPARSE,
+    "DSparkDraftModel": "",
+    "DeepseekV41ForCausalLM": SPARSE,
+    "DSparkV41DraftModel": "",
+    "Dots3NoteForCausalLM": SPARSE_MODEL,
+    "Dots3NoteMTPModel": SPARSE_MODEL,
+    "Glm5NextForCausalLM": SPARSE_MODEL,
+    "Glm5NextForConditionalGeneration": SPARSE_MODEL,
+    "Glm5NextMTPModel": SPARSE_MODEL,
+    "KimiLinearForCausalLM": "",
+    "KimiK3ForConditionalGeneration": "",
+    "KimiK3MTPModel": "",
+    "SarvamMLAForCausalLM": "",
+    "Glm4MoeLiteMTPModel": "",
+    "LongCatFlashMTPModel": "",
+}
+# (release, architecture) -> why no engine shows the compiled classes that it reaches.
+NOT_SHOWN = {("0.26.0", "KimiLinearForCausalLM"): "compiled; read, not run"}

@@ -1,21 +1,26 @@
 """docs/coverage.md is true: of its results, of the installed vLLM, and of the library as it is."""
 
+import copy
+import dataclasses
 import functools
 from pathlib import Path
 
 import pytest
 import torch
 import vllm
+from vllm.config import CompilationConfig, VllmConfig
 
 from mla_fusion import config, plugin, report
 from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
-from tests.coverage import models, neighbours, on_graphs, page, tables, unreachable, vllm_passes
+from tests.coverage import jobs, page, tables, vllm_passes
 from tests.coverage.__main__ import read_sources, run
 from tests.models import DEEPSEEK_V2, write
 from tests.nightly import daily
 from tests.passes import linears
-from tests.passes.graphs import Spec
+from tests.passes.fake_engine import fuse, reasons
+from tests.passes.graphs import Spec, build, printed
+from tests.passes.graphs import copy as copy_graph
 
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
@@ -45,7 +50,7 @@ def test_the_page_has_the_table_of_its_results():
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
 def test_every_compiled_class_was_shown_by_an_engine(version):
-    assert set(page.shown(version)) == set(page.compiled(version))
+    assert set(page.shown(version)) == page.compiled(version)
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
@@ -67,44 +72,53 @@ def test_check_finds_the_mla_layers_of_every_class_that_has_some(sources):
 
 @pytest.mark.parametrize("version", page.RELEASES)
 def test_every_architecture_is_shown_or_has_its_reason_in_every_release(version):
-    shown = set(page.shown(version) if version != page.SOURCES else page.compiled(page.NEW))
+    shown = page.compiled(page.NEW) if version == page.SOURCES else set(page.shown(version))
     for name, compiled in page.stored(version)["architectures"].items():
         if page.why_unreached(version, name):
-            assert name in unreachable.OF_ARCHITECTURE
+            assert name in tables.UNREACHABLE
         else:
             assert set(compiled) <= shown, name
 
 
-@pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
-def test_no_reason_is_left_of_what_has_gone(name):
-    there = [v for v in page.RELEASES if name in page.stored(v)["architectures"]]
-    assert any(page.why_unreached(version, name) for version in there)
-    for version in unreachable.OF_ARCHITECTURE[name].compiled:
+def test_no_reason_is_left_of_what_has_gone():
+    for name in tables.UNREACHABLE:
+        there = [v for v in page.RELEASES if name in page.stored(v)["architectures"]]
+        assert any(page.why_unreached(version, name) for version in there), name
+    for version, name in tables.NOT_SHOWN:
         assert page.stored(version)["architectures"][name], "it is not compiled there"
         assert name not in page.stored(version)["breakable"]
 
 
-@pytest.mark.parametrize("name", unreachable.OF_ARCHITECTURE)
+@pytest.mark.parametrize("name", tables.UNREACHABLE)
 def test_the_user_is_told_why_an_architecture_is_not_reached(
     name, sources, model_config, monkeypatch, caplog
 ):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets itself, for good
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     caplog.set_level("INFO", logger="vllm.mla_fusion")
-    unreachable.make_config(name, model_config)
+    code = tables.UNREACHABLE[name]
+    topk = 2048 if code == tables.SPARSE else None
+    model = copy.copy(model_config)
+    model.model_arch_config = dataclasses.replace(model.model_arch_config, architectures=[name])
+    model._architecture, model.hf_text_config = name, copy.copy(model.hf_text_config)
+    model.hf_text_config.index_topk = topk
+    VllmConfig(
+        model_config=model,
+        compilation_config=CompilationConfig(pass_config={config.FLAG: True}),
+        additional_config={config.OPTIONS_KEY: {"provider": "reference"}},
+    )
     said = " ".join(r.getMessage() for r in caplog.records if r.name == "vllm.mla_fusion")
-    if code := unreachable.OF_ARCHITECTURE[name].sparse:
-        topk = 2048 if code == unreachable.SPARSE else None
+    if code:
         assert f"[{code}]" in said
         assert model_classes.decide({"kv_lora_rank": 512, "index_topk": topk}, name).code == code
     elif name in sources["breakable"]:
-        why = Decline(unreachable.BREAKABLE, name).explain()
+        why = Decline(tables.BREAKABLE, name).explain()
         assert said == f"mla-fusion: {config.FLAG} is switched off: {why}"
     else:
         assert "is switched off" not in said
     # Where vLLM has another list, as on ROCm.
     report.publish(None, name, cached=False)
-    assert f"[{unreachable.NO_GRAPH}]" in caplog.messages[-1] and name in caplog.messages[-1]
+    assert f"[{tables.NO_GRAPH}]" in caplog.messages[-1] and name in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
@@ -136,22 +150,29 @@ def test_quantizations_in_front_of_o_proj(name, variant, plain_kernels):
     assert (reason == "") is (made.outputs.keys() != {"none"}) is (quantized in linears.FUSED)
 
 
-@pytest.mark.parametrize("name", on_graphs.ON_GRAPHS)
+@pytest.mark.parametrize("name", vllm_passes.ON_GRAPHS)
 def test_graphs_of_a_neighbour(name, plain_kernels):
-    on_graphs.check(*on_graphs.ON_GRAPHS[name])
-
-
-def check_engine(name, found):
-    kept = page.stored(VERSION).get("engines") or page.stored(page.NEW)["engines"]
-    assert found.get("classes") == kept[name]["classes"], (name, found.get("error"))
+    """Each layer fuses, and outputs stay equal; or declines, and graphs stay as they were."""
+    edit, reason = vllm_passes.ON_GRAPHS[name]
+    for spec in vllm_passes.SPECS:
+        before = build(spec)
+        edit(before)
+        after = copy_graph(before)
+        record = fuse(after, spec)
+        assert reasons(record) == [reason] * bool(reason)
+        assert record.fused == (not reason)
+        if reason:
+            assert printed(after) == printed(before)
+        else:
+            vllm_passes.assert_equal(before, after, spec)
 
 
 def check_neighbour(neighbour, results):
-    """Its row is that of the page, and no engine passed because the feature did nothing."""
-    row = page.neighbour_row(neighbour, results)
-    assert row == page.neighbour_row(neighbour, page.stored("neighbours"))
-    assert not [cell for cell in row if cell.startswith(("DIFFERENT", "NOT DECLINED", "FAILED"))]
-    if neighbour.refused or neighbour.reason:
+    """Its cell is that of the page, and no engine passed because the feature did nothing."""
+    cell = page.neighbour_cell(neighbour, results)
+    assert cell == page.neighbour_cell(neighbour, page.stored("neighbours"))
+    assert "DIFFERENT" not in cell and "FAILED" not in cell
+    if neighbour.refused:
         return
     off, on = (results[f"{neighbour.name} ({flag})"] for flag in ("off", "on"))
     for result in (off, on):
@@ -160,14 +181,14 @@ def check_neighbour(neighbour, results):
     prompts = len(on["tokens"]) // neighbour.times
     assert on["tokens"] == on["tokens"][:prompts] * neighbour.times
     fused = [made["fused"] for made in on["reports"]]
-    assert fused or row[1].startswith("none, ")
+    assert fused or cell.startswith("none, ")
     # One report for all ranks; each counts its passes.
     assert len(on["passes"]) == neighbour.engine.get("tensor_parallel_size", 1) * len(fused)
     assert all(layers > 0 for layers in fused)
     assert all(passes["fused"] > len(on["tokens"]) for passes in on["passes"])
 
 
-@pytest.mark.parametrize("neighbour", neighbours.NEIGHBOURS, ids=lambda n: n.name)
+@pytest.mark.parametrize("neighbour", jobs.NEIGHBOURS, ids=lambda n: n.name)
 def test_the_kept_results_of_a_neighbour(neighbour):
     """The engines of most of them run at night only."""
     check_neighbour(neighbour, page.stored("neighbours"))
@@ -177,8 +198,9 @@ def test_the_kept_results_of_a_neighbour(neighbour):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_engines():
-    for name, result in run([engine.job() for engine in models.ENGINES]).items():
-        check_engine(name, result)
+    kept = page.stored(VERSION).get("engines") or page.stored(page.NEW)["engines"]
+    for name, result in run(jobs.MODELS).items():
+        assert result.get("classes") == kept[name]["classes"], (name, result.get("error"))
         outside = [line for line in result["log"] if "[no-graph]" in line]
         assert len(outside) == (name in DRAFT_HEADS)
 
@@ -187,7 +209,6 @@ def test_all_engines():
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_neighbours(tmp_path):
-    model = neighbours.write_model(tmp_path)
-    results = run([job for n in neighbours.NEIGHBOURS for job in n.jobs(model)])
-    for neighbour in neighbours.NEIGHBOURS:
+    results = run(jobs.of_neighbours(tmp_path))
+    for neighbour in jobs.NEIGHBOURS:
         check_neighbour(neighbour, results)

@@ -30,6 +30,9 @@ LDS = {name: 1024 * size for name, size in (NVIDIA | AMD).items()}
 # Triton has none before sm_89.
 FP8 = dict.fromkeys([*NVIDIA, *AMD][2:], torch.float8_e4m3fn) | {"gfx942": torch.float8_e4m3fnuz}
 
+ORDERED = r"\b(?:global_|buffer_|s_waitcnt |s_)(store|atomic|wbl2|inv(?=\s)|vmcnt\(0\)|barrier)"
+ACCESSES = r"\b(LDG|LDGSTS|UTMALDG|STG|ACQBULK|PREEXIT)\b(?:\.\w+)*?(\.128)?(?= |;)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -143,13 +146,7 @@ def read_amd(assembly, shared):
         wide_loads=len(re.findall(r"(?:global|buffer)_load_dwordx4", assembly)),
         narrow_loads=len(re.findall(r"(?:global|buffer)_load_(?:u|s)?(?:byte|short)", assembly)),
         contractions=len(re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac)_(?:legacy_)?f32", assembly)),
-        sync=tuple(
-            re.findall(
-                r"\b(?:global_|buffer_|s_waitcnt |s_)"
-                r"(store|atomic|wbl2|inv(?=\s)|vmcnt\(0\)|barrier)",
-                assembly,
-            )
-        ),
+        sync=tuple(re.findall(ORDERED, assembly)),
     )
 
 
@@ -171,12 +168,7 @@ def read_nvidia(usage, sass, shared):
         hot_barriers=len(re.findall(r"\bBAR\b", inner)),
         product_waits=len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
-        order=tuple(
-            name + wide
-            for name, wide in re.findall(
-                r"\b(LDG|LDGSTS|UTMALDG|STG|ACQBULK|PREEXIT)\b(?:\.\w+)*?(\.128)?(?= |;)", sass
-            )
-        ),
+        order=tuple(name + wide for name, wide in re.findall(ACCESSES, sass)),
         sync=tuple(re.findall(r"\b(STG|BAR|ATOMG|MEMBAR\.\w+\.GPU|CCTL\.IVALL)\b", sass)),
     )
 

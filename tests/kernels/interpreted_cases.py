@@ -6,6 +6,7 @@ TRITON_INTERPRET=1; its name keeps it out of a plain pytest run.
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from mla_fusion.cli.bench.kit import POISON
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
+from mla_fusion.kernels.inputs import padded_batch
 from tests.kernels import cases, interpreter
 from tests.nightly import daily
 
 interpreter.install()
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @triton.jit
@@ -67,9 +69,7 @@ CASES = {
     "scaled-nope": cases.Case(factor=torch.float32, query=BF16, angles=None, strided=True),
     "scaled-bf16": cases.Case(factor=BF16, heads=16, tokens=2),
     "scaled-fp16": cases.Case(factor=torch.float32, act=FP16, kv=FP16, query=FP16),
-    "scaled-fp32": cases.Case(
-        factor=torch.float32, act=torch.float32, kv=torch.float32, query=torch.float32
-    ),
+    "scaled-fp32": cases.Case(factor=FP32, act=FP32, kv=FP32, query=FP32),
     "other-ranks-fp8": cases.Case(context_parallel=True, padded=(0, 3), neox=True),
     "other-ranks-bf16": cases.Case(context_parallel=True, padded=(1,), kv=BF16, query=BF16),
     "other-ranks": cases.Case(context_parallel=True, tokens=20, heads=2, padded=tuple(range(20))),
@@ -124,12 +124,10 @@ DIRECT = {
     "tall": Plan(block_m=128, block_n=128, num_warps=8, cache_tokens=4),
 }
 DIRECT_CASES = {
-    "even": cases.Case(tokens=128, heads=1, latent=256, padded=()),
-    "odd": cases.Case(tokens=150, heads=2, latent=208, nope=24, strided=True, padded=(0, 17, 149)),
-    "other-ranks": cases.Case(
-        tokens=70, heads=1, latent=256, padded=(17, 69), context_parallel=True
-    ),
-    "scaled": cases.Case(tokens=70, heads=1, latent=256, padded=(17,), factor=torch.float32),
+    "even": cases.Case(128, 1, latent=256, padded=()),
+    "odd": cases.Case(150, 2, latent=208, nope=24, strided=True, padded=(0, 17, 149)),
+    "other-ranks": cases.Case(70, 1, latent=256, padded=(17, 69), context_parallel=True),
+    "scaled": cases.Case(70, 1, latent=256, padded=(17,), factor=FP32),
 }
 
 
@@ -205,10 +203,13 @@ def test_overflow_saturates_and_nan_stays_nan(plan):
 @pytest.mark.parametrize("factor", [None, torch.float32])
 def test_warmup_covers_the_bucket_and_leaves_the_cache_alone(factor):
     call, lines = cases.build(cases.Case(factor=factor)), []
-    count = provider.warmup(cases.padded(call), 17, progress=lines.append)
+    names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale", "is_neox")
+    layer = {name: getattr(call.inputs, name) for name in names}
+    layer |= {"rope_dim": call.inputs.k_pe.shape[1], "q_dtype": FN, "factor_dtype": factor}
+    provider.warmup(partial(padded_batch, **layer), 17, progress=lines.append)
     widths = provider.widths_of(call.inputs)
     plans = {dispatch.choose(tokens, 3, True, widths, None) for tokens in range(1, 18)}
-    assert count == len(lines) == len(plans)
+    assert len(lines) == len(plans)
     assert bool((call.storage == POISON).all())
 
 

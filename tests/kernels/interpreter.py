@@ -28,15 +28,12 @@ class CheckFailed(Exception):
     """A kernel accessed memory that it must not access."""
 
 
-SMALL = {
-    tl.bfloat16: torch.bfloat16,
-    tl.float8e4nv: torch.float8_e4m3fn,
-    tl.float8e4b8: torch.float8_e4m3fnuz,
-}
+# The types that the stock interpreter keeps as bit patterns.
+SMALL = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn,
+         tl.float8e4b8: torch.float8_e4m3fnuz}  # fmt: skip
 
 
 def is_small(dtype):
-    """Whether the stock interpreter keeps `dtype` as bit patterns."""
     return dtype.scalar in SMALL
 
 
@@ -95,10 +92,8 @@ class Checker:
                     raise CheckFailed(f"program {program}: a store to one byte of another's")
                 owners[stored] = number
         if outside.any():
-            raise CheckFailed(
-                f"program {program}: {int(outside.sum())} lanes out of bounds in a "
-                f"{'store' if store else 'load'}"
-            )
+            what = f"{int(outside.sum())} lanes out of bounds in a {'store' if store else 'load'}"
+            raise CheckFailed(f"program {program}: {what}")
 
 
 @functools.cache
@@ -115,9 +110,6 @@ def install():
         if is_small(source.dtype) or is_small(target):
             return encode(decode(source), target)
         return stock_cast(self, source, target)
-
-    def convert(self, source, target, rounding):
-        return cast(self, source, target)
 
     def binary(self, left, right, op):
         if op in COMPARISONS:
@@ -152,7 +144,8 @@ def install():
         wide = decode(x).astype(np.float64) * decode(y) + decode(z)
         return encode(wide.astype(np.float32), z.dtype)
 
-    builder.cast_impl, builder.create_fp_to_fp = cast, convert
+    builder.cast_impl = cast
+    builder.create_fp_to_fp = lambda self, source, target, rounding: cast(self, source, target)
     builder.binary_op, builder.unary_op, builder.ternary_op = binary, unary, ternary
     builder.create_dot, builder.create_fma, stock.ReduceOps.sum = dot, fma, reduce_sum
     # Stock Triton patches its language anew for each call of a device function, a third of the time

@@ -1,7 +1,6 @@
 """The Triton kernel compiled (not run) for AMD and NVIDIA: registers, spills, instructions."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from mla_fusion.kernels import dispatch, triton_kernels
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
+from tests.attention.without_memory import meta
 from tests.kernels.compiled import FP8, TARGETS, as_on, compile_report, read_amd, specialize
 from tests.nightly import daily
 
@@ -19,38 +19,21 @@ DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 
 DEEPSEEK = Widths(128, 64, 512)
 
 
-def arguments(
-    target, plan, tokens, fp8, neox=False, act=torch.bfloat16, widths=DEEPSEEK, factor=None
-):
+def arguments(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=None):
     """Launch arguments of a layer of 16 heads for a GPU, on the meta device."""
     nope, rope, latent = widths
-
-    def meta(*shape, dtype=act):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    slots, scale = meta(tokens, dtype=torch.int64), meta(1, dtype=torch.float32)
     inputs = Inputs(
-        q=meta(tokens, 16, nope + rope),
-        w_uk_t=meta(16, nope, latent),
-        kv_c=meta(tokens, latent),
-        k_pe=meta(tokens, 2112)[:, -rope:],
-        kv_cache=meta(64, 64, latent + rope, dtype=fp8),
-        slot_mapping=meta(tokens, dtype=torch.int64),
-        positions=meta(tokens, dtype=torch.int64),
-        cos_sin_cache=meta(4096, rope, dtype=torch.float32),
-        k_scale=meta(1, dtype=torch.float32),
-        q_scale=meta(1, dtype=torch.float32),
-        is_neox=neox,
-        q_out=meta(tokens, 16, latent + rope, dtype=fp8),
-        q_factor=factor and meta(tokens, dtype=factor),
-    )
+        meta(tokens, 16, nope + rope), meta(16, nope, latent), meta(tokens, latent),
+        meta(tokens, 2112)[:, -rope:], meta(64, 64, latent + rope, dtype=fp8), slots, slots,
+        meta(4096, rope, dtype=torch.float32), scale, scale, neox,
+        meta(tokens, 16, latent + rope, dtype=fp8), factor and meta(tokens, dtype=factor),
+    )  # fmt: skip
     with as_on(target):
         return provider.launch_arguments(plan, inputs)
 
 
-@functools.cache
-def compiled(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=None):
-    """Report of one configuration."""
-    args, options = arguments(target, plan, tokens, fp8, neox, widths=widths, factor=factor)
+def report(target, args, options):
     return compile_report(target, triton_kernels.prep_kernel, args, options)
 
 
@@ -60,7 +43,7 @@ def test_what_a_launch_knows_of_its_arguments(target):
     alignments, and integers of 1."""
     args, options = arguments(target, DEFAULTS[64], 64, FP8[target])
     names = triton_kernels.prep_kernel.arg_names
-    far = torch.empty((2**16, 64, 576), dtype=FP8[target], device="meta")
+    far = meta(2**16, 64, 576, dtype=FP8[target])
     args = tuple(far if name == "cache_ptr" else x for name, x in zip(names, args, strict=False))
     source, _ = specialize(target, triton_kernels.prep_kernel, args, options)
     near = ["tt.pointer_range", 32]
@@ -98,7 +81,7 @@ def test_measured_plans_compile_without_spills():
         plans.add((Widths(nope, 128, 1024), dispatch.fit(wide, nope, 128, 2)))
     for widths, plan in plans:
         tokens = 1 if plan.block_m == 1 else 512
-        result = compiled("sm_90", plan, tokens, torch.float8_e4m3fn, False, widths)
+        result = report("sm_90", *arguments("sm_90", plan, tokens, FP8["sm_90"], widths=widths))
         assert result.spills == 0, (widths, plan, result)
 
 
@@ -109,21 +92,20 @@ def test_large_tiles_are_stored_from_registers(tile):
     plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps)
     args, options = arguments("sm_90", plan, 512, FP8["sm_90"])
     assert options["FORM"].DIRECT
-    direct = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
+    direct = report("sm_90", args, options)
     assert direct.spills == direct.hot_reads == 0 and direct.hot_barriers <= 2, direct
     # A planted error: without DIRECT the output goes through shared memory.
     options["FORM"] = dataclasses.replace(options["FORM"], DIRECT=False)
-    exchanged = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
+    exchanged = report("sm_90", args, options)
     assert exchanged.hot_reads > 0 and exchanged.hot_barriers > 2, exchanged
 
 
 def test_aligned_strides_give_wide_query_loads():
     """An unaligned row stride gets a variant of its own; the aligned one keeps wide loads."""
-    plan = DEFAULTS[64]
-    args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
-    wide = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
+    args, options = arguments("sm_90", DEFAULTS[64], 64, torch.float8_e4m3fn)
+    wide = report("sm_90", args, options)
     options["FORM"] = dataclasses.replace(options["FORM"], ALIGN=1)
-    narrow = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
+    narrow = report("sm_90", args, options)
     assert wide.narrow_loads < narrow.narrow_loads, (wide, narrow)
 
 
@@ -136,8 +118,7 @@ def test_rotation_is_not_contracted(target):
     args, options = arguments(target, DEFAULTS[64], 64, torch.bfloat16)
     for fusion, seen in ((False, False), (True, True)):
         assert fusion or options["enable_fp_fusion"] is False
-        chosen = {**options, "enable_fp_fusion": fusion}
-        result = compile_report(target, triton_kernels.prep_kernel, args, chosen)
+        result = report(target, args, {**options, "enable_fp_fusion": fusion})
         assert (result.contractions > 0) is seen
 
 
@@ -146,10 +127,7 @@ def test_spills_are_seen():
     plan = Plan(block_m=32, block_n=256, num_warps=4)
     args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
     options["maxnreg"] = 40
-    result = compile_report("sm_90", triton_kernels.prep_kernel, args, options)
+    result = report("sm_90", args, options)
     assert result.spills > 0, result
-    assembly = (
-        ".vgpr_count: 64\n.vgpr_spill_count: 3\n.sgpr_spill_count: 0\n"
-        ".private_segment_fixed_size: 12\n"
-    )
-    assert read_amd(assembly, 0).spills == 15
+    spilled = ".vgpr_count: 64\n.vgpr_spill_count: 3\n.sgpr_spill_count: 0\n"
+    assert read_amd(f"{spilled}.private_segment_fixed_size: 12\n", 0).spills == 15

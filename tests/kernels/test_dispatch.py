@@ -47,17 +47,15 @@ def test_choose_extends_to_unmeasured_shapes(table):
     assert dispatch.choose(1, 8, False, MISTRAL_SMALL, table) == Plan()
 
 
+OF_CDNA = Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)
+
+
 @pytest.mark.parametrize(
-    ("arch", "tokens", "wanted"),
-    [
-        ("gfx942", 64, Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)),
-        ("gfx942", 256, Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)),
-        ("gfx950", 64, Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)),
-        ("gfx950", 256, dispatch.default_plan(256, 128, 512)),
-        ("gfx942", 1, dispatch.default_plan(1, 128, 512)),
-    ],
-)
-def test_amd_has_plans_of_its_own(monkeypatch, arch, tokens, wanted):
+    ("arch", "tokens", "own"),
+    [("gfx942", 64, True), ("gfx942", 256, True), ("gfx950", 64, True), ("gfx950", 256, False),
+     ("gfx942", 1, False)],
+)  # fmt: skip
+def test_amd_has_plans_of_its_own(monkeypatch, arch, tokens, own):
     gpu = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an AMD GPU")
@@ -66,6 +64,7 @@ def test_amd_has_plans_of_its_own(monkeypatch, arch, tokens, wanted):
     table = dispatch.device_table(torch.device("cuda", 7))
     dispatch.device_table.cache_clear()
     assert table == arch
+    wanted = OF_CDNA if own else dispatch.default_plan(tokens, 128, 512)
     assert dispatch.choose(tokens, 128, True, DEEPSEEK, table) == wanted
 
 

@@ -19,15 +19,12 @@ def plain_kernels(monkeypatch):
     """
     rope = types.ModuleType("flashinfer.rope")
 
-    def flashinfer_rope(**kwargs):
-        graphs.rotate_in_place(**kwargs)
-
     def concat_and_cache_mla_rope_fused(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *rest):
         slot_mapping, kv_cache, kv_cache_dtype, scale = rest
         graphs.rotate_in_place(positions, q_pe, k_pe, ROPE, cos_sin_cache, is_neox)
         Impl(False).do_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
-    rope.apply_rope_with_cos_sin_cache_inplace = flashinfer_rope  # type: ignore[attr-defined]
+    rope.apply_rope_with_cos_sin_cache_inplace = graphs.rotate_in_place  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.rope", rope)
     monkeypatch.setattr(
@@ -48,11 +45,8 @@ def _rotary_embedding(*args, rope_dim_offset=0, inverse=False):
 def define_cuda_ops():
     """Define the CUDA ops that vLLM's last step names and a CPU build lacks; nothing calls them."""
     for name in (
-        "fused_add_rms_norm_static_fp8_quant",
-        "rms_norm_dynamic_per_token_quant",
-        "rms_norm_static_fp8_quant",
-        "silu_and_mul_quant",
-        "fused_qk_norm_rope",
-    ):
+        "fused_add_rms_norm_static_fp8_quant", "rms_norm_dynamic_per_token_quant",
+        "rms_norm_static_fp8_quant", "silu_and_mul_quant", "fused_qk_norm_rope",
+    ):  # fmt: skip
         if not hasattr(torch.ops._C, name):
             declare.op("_C", f"{name}(Tensor x) -> ()")

@@ -192,13 +192,15 @@ class Engine:
             slot_mapping=dict.fromkeys(self.layers, slots) if slots is not None else {},
         )
 
-    def facts(self):
-        """The facts of all layers, as `MLAFusionPass` reads them; no layer has a plan."""
+    def facts_of(self):
+        """What the passes take: the facts of the layer that an op's argument names; no layer has a
+        plan."""
         attention = "portable" if self.spec.quantized else "auto"
-        return {
+        facts = {
             name: eligibility.facts(layer, "reference", self.spec.dtype, attention)
             for name, layer in self.layers.items()
         }
+        return pipeline.by_argument(facts)
 
     def caches(self):
         """The bytes of all caches."""
@@ -325,20 +327,15 @@ def _assert_close(a, b, tolerance):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def facts_of(spec, quantized_query=False):
-    """What passes 2, 3 and 6 take: the facts of the layer that a graph argument names."""
-    return pipeline.by_argument(Engine(spec, quantized_query).facts())
-
-
 def passes(spec, quantized_query=False):
     """Passes 2 to 6, by their number, for the layers of a graph."""
-    facts = facts_of(spec, quantized_query)
+    facts_of = Engine(spec, quantized_query).facts_of()
     return {
-        2: CanonicalizeMLARoPEPass(facts),
-        3: MLADecodeQPrepLiftPass(facts),
+        2: CanonicalizeMLARoPEPass(facts_of),
+        3: MLADecodeQPrepLiftPass(facts_of),
         4: MLAAiterQkRopeKVCacheFusionPass("reference"),
         5: MLAFixFunctionalizationPass(None),
-        6: MLADecodeOutputFusionPass(facts),
+        6: MLADecodeOutputFusionPass(facts_of),
     }
 
 
@@ -350,15 +347,13 @@ def after_pass(last, spec):
     return module
 
 
-def fuse(module, spec, facts=None, quantized_query=False):
+def fuse(module, spec, facts_of=None, quantized_query=False):
     """Passes 2 to 4, and 6, as `MLAFusionPass` runs them; what became of the layers."""
-    calls = list(attention_calls(module.graph))
-    if facts is None:
-        facts = Engine(spec, quantized_query).facts()
+    facts_of = facts_of or Engine(spec, quantized_query).facts_of()
 
     def work(graph, record):
-        record.layers = len(calls)
-        pipeline.fuse(graph, calls, facts, "reference", record)
+        record.layers = len(attention_calls(graph))
+        pipeline.fuse(graph, facts_of, "reference", record)
 
     pipeline.contained(module.graph, Range(start=1, end=4), work)
     return report._records.pop()

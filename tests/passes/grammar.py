@@ -6,9 +6,7 @@ graph, one of its nodes and a number that chooses between its variants, and does
 has no meaning. A graph that an edit broke does not run before the passes, and is not counted.
 """
 
-import functools
 import itertools
-import operator
 import random
 from typing import Any
 
@@ -23,24 +21,29 @@ from tests.passes.programs import is_float
 aten, prims = torch.ops.aten, torch.ops.prims
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# One layer where a value is rounded to 8 or 16 bits: the next layer would amplify the rounding.
-TYPES: list[dict[str, Any]] = [
-    {},
-    {"dtype": BF16, "table_dtype": FP32, "layers": 1},
-    {"dtype": BF16, "kv_cache_dtype": "fp8", "layers": 1},
-]
-_QUANTIZED = ("group_tma", "group_ue8m0", "tensor", "tensor_native")
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "rope": [{"rope": rope} for rope in (*ROPES, "native_late_cast")],
-    "style": [{"is_neox": False}, {"is_neox": True}],
-    "layers": [{"layers": 1}, {"layers": 2}, {"layers": 3}],
-    "q_lora": [{"q_lora": False}, {"q_lora": True}],
-    "name": [{"layer_name": "input"}, {"layer_name": "constant"}],
-    "tokens": [{"dynamic": True}, {"dynamic": False}],
-    "types": TYPES,
-    "scaled": [{}, {"scaled": "in_place"}],
-    "quantized": [{}, *({"quantized": name} for name in _QUANTIZED)],
-}
+
+
+def _each(field, *values):
+    return [((field, value),) for value in values]
+
+
+# Fields of a `Spec`. One layer where a value is rounded to 8 or 16 bits: the next layer would
+# amplify the rounding.
+OPTIONS: tuple[list[tuple[tuple[str, Any], ...]], ...] = (
+    _each("rope", *ROPES, "native_late_cast"),
+    _each("is_neox", False, True),
+    _each("layers", 1, 2, 3),
+    _each("q_lora", False, True),
+    _each("layer_name", "input", "constant"),
+    _each("dynamic", True, False),
+    [
+        (),
+        (("dtype", BF16), ("table_dtype", FP32), ("layers", 1)),
+        (("dtype", BF16), ("kv_cache_dtype", "fp8"), ("layers", 1)),
+    ],
+    [(), *_each("scaled", "in_place")],
+    [(), *_each("quantized", "group_tma", "group_ue8m0", "tensor", "tensor_native")],
+)
 
 
 def every_spec():
@@ -48,7 +51,7 @@ def every_spec():
 
     What reads the output does not meet what makes the query.
     """
-    rows = itertools.product(*(OPTIONS | {"quantized": [{}]}).values())
+    rows = itertools.product(*OPTIONS[:-1])
     return list(dict.fromkeys(spec for spec in map(_spec, rows) if _exists(spec)))
 
 
@@ -62,26 +65,21 @@ def _exists(spec):
 
 
 def _spec(row):
-    return Spec(**functools.reduce(operator.or_, row))
+    return Spec(**dict(itertools.chain(*row)))
 
 
 def pairwise():
     """A few combinations among which every two values of two options meet, found greedily."""
-    rows = list(itertools.product(*(range(len(values)) for values in OPTIONS.values())))
+    rows = list(itertools.product(*OPTIONS))
     random.Random(0).shuffle(rows)
-    rows = [row for row in rows if _exists(_spec(_choice(row)))]
+    rows = [row for row in rows if _exists(_spec(row))]
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
     missing, chosen = set().union(*pairs.values()), []
     while missing:
         best = max(rows, key=lambda row: len(pairs[row] & missing))
         missing -= pairs[best]
         chosen.append(best)
-    return list(dict.fromkeys(_spec(_choice(row)) for row in chosen))
-
-
-def _choice(row):
-    """The values of all options, by their numbers."""
-    return tuple(values[i] for values, i in zip(OPTIONS.values(), row, strict=True))
+    return list(dict.fromkeys(map(_spec, chosen)))
 
 
 SPECS = pairwise()
@@ -109,16 +107,10 @@ def duplicate(module, node, pick):
 MIXES_ROWS: tuple[tuple[Any, ...], ...] = ((aten.flip.default, [0]), (aten.cumsum.default, 0))
 # Foreign ops, and some that change nothing.
 FOREIGN: tuple[tuple[Any, ...], ...] = (
-    (aten.mul.Tensor, 1.0),
-    (aten.mul.Tensor, 1.5),
-    (aten.neg.default,),
-    (aten.clone.default,),
-    (aten.tanh.default,),
-    (aten.add.Tensor, 0.25),
-    (aten.flip.default, [-1]),
-    (aten.roll.default, [1], [-1]),
-    *MIXES_ROWS,
-)
+    (aten.mul.Tensor, 1.0), (aten.mul.Tensor, 1.5), (aten.neg.default,), (aten.clone.default,),
+    (aten.tanh.default,), (aten.add.Tensor, 0.25), (aten.flip.default, [-1]),
+    (aten.roll.default, [1], [-1]), *MIXES_ROWS,
+)  # fmt: skip
 ROUNDED = (torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.float8_e4m3fn)
 
 
@@ -232,24 +224,13 @@ LIMITS = {aten.clamp_min.default: -1, aten.clamp_max.default: 1}
 # The position of a slice's start among the arguments.
 PLACES = {aten.slice.Tensor: 2, aten.slice_scatter.default: 3}
 EDITS = (
-    *programs.STEPS,
-    duplicate,
-    splice,
-    change_dtype,
-    scale,
-    bypass,
-    drop_order,
-    swap,
-    drop_metadata,
-    change_constant,
-)
+    *programs.STEPS, duplicate, splice, change_dtype, scale, bypass, drop_order, swap,
+    drop_metadata, change_constant,
+)  # fmt: skip
 # Edits after which every layer must still fuse.
 HARMLESS = (swap, programs.all_rows)
-STEPS = st.lists(
-    st.tuples(st.sampled_from(EDITS), st.integers(0, 1 << 12), st.integers(0, 1 << 12)),
-    min_size=1,
-    max_size=4,
-)
+_STEP = st.tuples(st.sampled_from(EDITS), st.integers(0, 1 << 12), st.integers(0, 1 << 12))
+STEPS = st.lists(_STEP, min_size=1, max_size=4)
 
 
 def apply(module, steps):

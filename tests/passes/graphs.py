@@ -8,7 +8,7 @@ in-place ops are functionalized as in an engine. A trace takes 0.3 s and is kept
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401  registers its op
@@ -81,13 +81,10 @@ class Spec:
         return linears.GROUP if self.quantized else VALUE
 
     def __str__(self):
-        words = [self.rope, "neox" if self.is_neox else "gptj", f"x{self.layers}"]
-        words += ["q_lora"] * self.q_lora + ["static"] * (not self.dynamic)
-        words += [f"scaled_{self.scaled}"] * bool(self.scaled)
-        words += [f"quantized_{self.quantized}"] * bool(self.quantized)
-        words += [self.layer_name, str(self.dtype).removeprefix("torch.")]
-        words += ["table_" + str(self.table_dtype).removeprefix("torch.")] * bool(self.table_dtype)
-        return "-".join(words + [f"{self.kv_cache_dtype}_cache"] * (self.kv_cache_dtype != "auto"))
+        """The spelling, and what is not as by default."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)[1:]}
+        named = (f"{name}={given[name]}" for name in given if given[name] != getattr(Spec, name))
+        return "-".join((self.rope, *named))
 
 
 def layer_names(spec):
@@ -298,7 +295,8 @@ def _trace(spec):
         if not graphs:
             raise
     module = fx.GraphModule(torch.nn.Module(), graphs[0])
-    _rename_inputs(module, names)
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.target = node.name = name
     if spec.rope == "cat_fused":
         _functionalize_cat_fused(module)
     if spec.layer_name == "constant":
@@ -320,11 +318,6 @@ def _input_names(module, values):
         else:
             names.append(f"layer_name_{vllm_compat.traced_layer_name(value).split('.')[2]}")
     return names
-
-
-def _rename_inputs(module, names):
-    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
-        node.target = node.name = name
 
 
 def _functionalize_cat_fused(module):

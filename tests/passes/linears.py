@@ -24,14 +24,9 @@ _GPU = SimpleNamespace(
     is_cuda_alike=lambda: True, is_xpu=lambda: False, fp8_dtype=lambda: FP8, is_rocm=lambda: False
 )
 _NATIVE = SimpleNamespace(
-    is_group_quant=False,
-    static=True,
-    group_shape=GroupShape.PER_TENSOR,
-    group_size=GROUP,
-    num_token_padding=None,
-    use_ue8m0=False,
-    column_major_scales=False,
-)
+    is_group_quant=False, static=True, group_shape=GroupShape.PER_TENSOR, group_size=GROUP,
+    num_token_padding=None, use_ue8m0=False, column_major_scales=False,
+)  # fmt: skip
 
 
 def _group(size=GROUP, powers_of_two=False, **layout):
@@ -46,14 +41,6 @@ def _static_op(x, scale):
     out = torch.empty(x.shape, dtype=FP8)
     torch.ops._C.static_scaled_fp8_quant(out, x, scale, (-1, -1))
     return out, scale
-
-
-def _native(x, scale):
-    return QuantFP8.forward_native(_NATIVE, x, scale)
-
-
-def _group_native(x, scale):
-    return QuantFP8._quantize_group_native(_NATIVE, x)
 
 
 def _packed(x, scale):
@@ -74,12 +61,12 @@ FUSED = {
     "group_tma": _group(column_major_scales=True, tma_aligned_scales=True),
     "group_ue8m0": _group(powers_of_two=True, column_major_scales=True, tma_aligned_scales=True),
     "tensor": _static_op,
-    "tensor_native": _native,
+    "tensor_native": lambda x, scale: QuantFP8.forward_native(_NATIVE, x, scale),
 }
 OTHERS = {
     "group_packed": _packed,
     "group_of_64": _group(64),
-    "group_native": _group_native,
+    "group_native": lambda x, scale: QuantFP8._quantize_group_native(_NATIVE, x),
     "per_token": _per_token_op,
 }
 QUANTIZATIONS = {**FUSED, **OTHERS}

@@ -30,35 +30,21 @@ def _columns(x):
 # Calls, one after the other, whose last one shows memory of a tensor.
 ALIASES = (
     [(aten.view.dtype, torch.uint8), (aten.view.dtype, "its type")],
-    [(aten.as_strided.default, [2, 2], [1, 1])],
-    [(aten.detach.default,)],
-    [(aten.alias.default,)],
-    [(prims.view_of.default,)],
-    [(aten.unfold.default, -1, 2, 2)],
-    [(aten.diagonal.default,)],
+    [(aten.as_strided.default, [2, 2], [1, 1])], [(aten.detach.default,)], [(aten.alias.default,)],
+    [(prims.view_of.default,)], [(aten.unfold.default, -1, 2, 2)], [(aten.diagonal.default,)],
     [(aten.unsqueeze.default, 0), (aten.squeeze.default,)],
     [(aten.unbind.int, 1), (operator.getitem, 1)],
     [(aten.split.Tensor, 4, -1), (operator.getitem, 1)],
     [(aten.hsplit.int, 2), (operator.getitem, 0)],
     [(aten.chunk.default, 2, -1), (operator.getitem, 1)],
     [(aten.tensor_split.sections, 2, -1), (operator.getitem, 1)],
-    [(aten.narrow.default, -1, 2, 3)],
-    [(aten.swapaxes.default, 0, 1)],
-    [(aten.movedim.int, 0, 1)],
-    [(aten.mT.default,)],
-    [(aten.unflatten.int, -1, [-1, 2])],
-    [(aten.flatten.using_ints, 0, 1)],
-    [(aten.view_as.default, "itself")],
-    [(aten.expand_as.default, "itself")],
-    [(aten.contiguous.default,)],
-    [(aten.to.dtype, torch.float32)],
-    [(aten.ravel.default,)],
-    [(aten.select.int, -1, 1)],
-    [(aten.slice.Tensor, -1, 2, 4)],
-    [(aten.permute.default, [1, 0])],
-    [(_columns,)],
-    [(_tuple,), (_first,)],
-)
+    [(aten.narrow.default, -1, 2, 3)], [(aten.swapaxes.default, 0, 1)], [(aten.movedim.int, 0, 1)],
+    [(aten.mT.default,)], [(aten.unflatten.int, -1, [-1, 2])], [(aten.flatten.using_ints, 0, 1)],
+    [(aten.view_as.default, "itself")], [(aten.expand_as.default, "itself")],
+    [(aten.contiguous.default,)], [(aten.to.dtype, torch.float32)], [(aten.ravel.default,)],
+    [(aten.select.int, -1, 1)], [(aten.slice.Tensor, -1, 2, 4)], [(aten.permute.default, [1, 0])],
+    [(_columns,)], [(_tuple,), (_first,)],
+)  # fmt: skip
 READS = (aten.neg.default, aten.clone.default, aten.relu.default, aten.sum.default)
 
 
@@ -188,16 +174,11 @@ def all_rows(module, node, pick):
 
 # Of the scale, and of its reciprocal: some change nothing, some only beyond a magnitude.
 OF_SCALE = (
-    [(aten.clamp_min.default, 1e-3)],
-    [(aten.clamp_min.default, 9e-3)],
-    [(aten.clamp_max.default, 4.0)],
-    [(aten.clamp.default, 1e-3, 4.0)],
-    [(aten.abs.default,)],
-    [(aten.mul.Tensor, 1.0)],
-    [(aten.mul.Tensor, 2.0)],
-    [(aten.reciprocal.default,), (aten.reciprocal.default,)],
-    [(aten.view.default, [1])],
-)
+    [(aten.clamp_min.default, 1e-3)], [(aten.clamp_min.default, 9e-3)],
+    [(aten.clamp_max.default, 4.0)], [(aten.clamp.default, 1e-3, 4.0)], [(aten.abs.default,)],
+    [(aten.mul.Tensor, 1.0)], [(aten.mul.Tensor, 2.0)],
+    [(aten.reciprocal.default,), (aten.reciprocal.default,)], [(aten.view.default, [1])],
+)  # fmt: skip
 OF_RECIPROCAL = ([(aten.clamp_max.default, 500.0)], [(aten.mul.Tensor, 1.0)])
 
 

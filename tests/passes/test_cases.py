@@ -10,6 +10,7 @@ from torch import fx
 
 from mla_fusion import ops
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns import inplace
 from mla_fusion.patterns.site import functionalized_op, made_by
@@ -195,6 +196,10 @@ def test_a_value_that_something_else_reads_is_kept(spec):
         module = build(spec)
         edits.read_also(module, edits.attention(module).kwargs[argument])
         assert_kept(module, spec, "shared-rotation")
+    module = build(spec)
+    call, end = edits.attention(module), module.graph.output_node()
+    edits.add(module, end, aten.abs.default, call.kwargs["q"])
+    assert fuse(module, spec).fused == 1  # what nothing reads does not count
     for name in [n.name for n in build(spec).graph.nodes if made_by(n) in inplace.OPS]:
         module = build(spec)
         output = edits.node_named(module, name)  # of which another getitem is read
@@ -221,7 +226,7 @@ def test_unchanged_graph_is_the_same_object(spec):
     module = build(spec)
     graph, nodes, before = module.graph, list(module.graph.nodes), printed(module)
     metas = [dict(node.meta) for node in nodes]
-    record = fuse(module, spec, facts={})
+    record = fuse(module, spec, by_argument({}))
     assert reasons(record) == ["unknown-layer"] * spec.layers
     assert module.graph is graph
     assert list(graph.nodes) == nodes

@@ -16,7 +16,6 @@ from vllm.forward_context import override_forward_context
 
 from mla_fusion import report
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
-from tests import tally
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import DECODE, Engine, fuse, reasons, run
 from tests.passes.graphs import Spec, build, printed
@@ -154,4 +153,3 @@ def test_invariant_4_a_fault_at_any_call_leaves_the_graph_as_it_was(name, every)
         module.graph.lint()
         if at in first.values():
             assert all(map(torch.equal, wanted.outputs, run(module, spec).outputs))
-        tally.add("faults in passes", points=1)

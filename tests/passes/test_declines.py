@@ -15,8 +15,6 @@ from tests.passes import edits, graphs
 from tests.passes.fake_engine import Engine, fuse, reasons
 from tests.passes.graphs import Spec, build, printed
 
-SECOND_PASSES = ("MLADecodeQPrepLiftPass", "MLAAiterQkRopeKVCacheFusionPass")
-
 
 def test_invariant_4_invalid_graph_is_put_back(monkeypatch):
     """A graph that does not pass lint counts as an error of a pass."""
@@ -71,7 +69,7 @@ def test_invariant_4_layer_that_cannot_be_served_is_left(reason, attribute, valu
             layer: Any = engine.layers[name]
             owner = layer.impl if attribute.startswith("impl.") else layer
             setattr(owner, attribute.removeprefix("impl."), value)
-        return engine.facts()
+        return engine.facts_of()
 
     record = fuse(build(spec), spec, facts(names[1]))
     assert (record.fused, reasons(record)) == (1, [reason])
@@ -92,12 +90,12 @@ def test_layer_whose_name_is_not_known_gets_the_facts_of_all(alike):
     for node in module.graph.nodes:
         if node.name.startswith("layer_name"):
             del node.meta["val"]
-    record = fuse(module, spec, engine.facts())
+    record = fuse(module, spec, engine.facts_of())
     expected = (2, []) if alike else (0, ["unknown-layer"] * 2)
     assert (record.fused, reasons(record)) == expected
 
 
-@pytest.mark.parametrize("skipped", SECOND_PASSES)
+@pytest.mark.parametrize("skipped", ["MLADecodeQPrepLiftPass", "MLAAiterQkRopeKVCacheFusionPass"])
 @pytest.mark.parametrize("rope", ["native", "flashinfer", "cat_fused", "nope"])
 def test_invariant_4_unfused_pair_is_put_back(rope, skipped, monkeypatch):
     """What pass 2 or 3 changed and the next one left, the graph is put back."""

@@ -6,7 +6,6 @@ goes through copy and slice_scatter, as in its own models, and raises on any oth
 
 import pytest
 import torch
-from torch import fx
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 
 from mla_fusion import ops
@@ -14,7 +13,7 @@ from mla_fusion.passes import fix_functionalization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns import probe
 from mla_fusion.patterns.site import functionalized_op, outputs
-from tests.passes import edits, graphs
+from tests.passes import declare, edits, graphs, programs
 from tests.passes.cuda_ops import define_cuda_ops
 from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import NOPE, Spec, build, find, find_all, printed
@@ -58,15 +57,6 @@ def test_near_miss_scatter_elsewhere(plain_kernels):
     scatter.args = (*scatter.args[:3], 0, graphs.ROPE)
     fix_and_compare(module)
     assert find_all(module, aten.slice_scatter.default)
-
-
-def test_rest_of_the_ops_is_left_to_vllm():
-    """Whatever is not named here goes to the step that this pass wraps."""
-    seen: list[fx.Graph] = []
-    module = build(CAT)
-    MLAFixFunctionalizationPass(seen.append)(module.graph)
-    assert seen == [module.graph]
-    assert functionalized_op(edits.attention(module)) == edits.ATTENTION
 
 
 def test_missing_metadata_does_not_matter(plain_kernels):
@@ -275,4 +265,72 @@ def test_memory_that_two_ops_write_one_after_the_other(plain_kernels):
         for reader in users[index]:
             reader.replace_input_with(reads[index], read)
     module.graph.lint()
+    fix_and_compare(module)
+
+
+# --- aliases; those of aten are in `programs.ALIASES`
+
+
+FUSED_LAYER = Spec("native")
+declare.op("mla_fusion_tests", "forgets(Tensor x) -> Tensor", torch.detach, torch.detach)
+
+
+def projection(module):
+    """Of the query."""
+    return find(module, aten.mm.default, 1)
+
+
+def in_place(module):
+    """After all passes, whether the fused op writes in place."""
+    assert fuse(module, FUSED_LAYER).fused == 1
+    fix(module)
+    return not functionalized_op(find(module, FUSED))
+
+
+def assert_reads_the_old_value(module):
+    before = graphs.copy(module)
+    in_place(module)
+    for batch in (BATCHES["decode"], BATCHES["mixed"]):
+        wanted, found = (run(each, FUSED_LAYER, batch) for each in (before, module))
+        assert_same(wanted, found, batch, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind, name", [("call_method", "t"), ("call_module", "same")])
+def test_a_method_or_a_module_that_shows_its_input(kind, name, plain_kernels):
+    module = build(FUSED_LAYER)
+    module.add_module("same", torch.nn.Identity())
+    with module.graph.inserting_after(source := projection(module)):
+        edits.also_return(module, getattr(module.graph, kind)(name, (source,)))
+    assert_reads_the_old_value(module)
+
+
+def test_an_op_that_says_nothing_but_whose_value_has_the_storage(plain_kernels):
+    """Its schema names no alias, as an op of somebody else's may forget to."""
+    module = build(FUSED_LAYER)
+    forgets = torch.ops.mla_fusion_tests.forgets.default
+    edits.also_return(module, programs.behind(module, projection(module), (forgets,)))
+    assert_reads_the_old_value(module)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *([(target,)] for target in (aten.clone.default, aten.neg.default, aten.sum.default)),
+        [(aten.unbind.int, 1), (edits.operator.getitem, 1), (aten.neg.default,)],
+    ],
+)
+def test_a_value_of_its_own_or_an_alias_that_is_read_before_costs_no_copy(calls):
+    module = build(FUSED_LAYER)
+    edits.also_return(module, programs.behind(module, projection(module), *calls))
+    assert in_place(module)
+
+
+def test_an_op_that_is_given_what_it_writes_to_as_another_argument(plain_kernels):
+    """It reads the latents of a row, functionalized, as they were before it rotated the key."""
+    module = build(CAT)
+    call = find(module, edits.CAT_FUSED)
+    whole = find(module, aten.mm.default)
+    latents = edits.add(module, call, aten.slice.Tensor, whole, 1, 8, 24)
+    edits.set_argument(call, kv_c=latents)
+    edits.set_argument(edits.attention(module), kv_c_normed=latents)
     fix_and_compare(module)

@@ -194,7 +194,7 @@ def test_layers_whose_decode_has_no_epilogue(spec, code, detail):
 def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
     spec, quantized = spec_of(""), spec_of()
     module = build(spec)
-    record = fuse(module, spec, facts=Engine(quantized).facts())
+    record = fuse(module, spec, Engine(quantized).facts_of())
     assert (record.fused, record.declined, record.outputs) == (1, {}, {"none": 1})
     [reason] = record.plain_outputs
     assert (reason.code, reason.detail) == ("output-unquantized", "aten::addmm")
@@ -206,10 +206,40 @@ def test_numerics_are_equal(spec, plain_kernels):
     """To the bit, as no layer has a plan: also after everything is in-place."""
     module, before = build(spec), build(spec)
     if spec.rope != "nope":  # passes 2 to 4 rotate a decode batch in another order
-        fuse(before, spec, facts=Engine(replace(spec, quantized="")).facts())
+        fuse(before, spec, Engine(replace(spec, quantized="")).facts_of())
     fuse(module, spec)
     MLAFixFunctionalizationPass(None)((in_place := graphs.copy(module)).graph)
     for batch in BATCHES.values():
         wanted = run(before, spec, batch)
         for after in (module, in_place):
             assert_same(wanted, run(after, spec, batch), batch)
+
+
+@pytest.mark.parametrize("quantized", ["group_tma", "tensor"])
+def test_two_layers_may_quantize_into_the_same_buffers(quantized):
+    """The first op then writes copies: the second one overwrites what it reads from."""
+    spec = Spec("nope", dtype=BF16, quantized=quantized, layers=2)
+    module = build(spec)
+    first, second = find_all(module, QUANTIZE[quantized != "tensor"])
+    names = ("result",) if quantized == "tensor" else ("output_q", "output_s")
+    edits.set_argument(second, **{name: first.kwargs[name] for name in names})
+    module.graph.eliminate_dead_code()
+    before = graphs.copy(module)
+    assert fuse(module, spec).outputs == {linears.kind(quantized): 2}
+    MLAFixFunctionalizationPass(None)((in_place := graphs.copy(module)).graph)
+    assert [bool(functionalized_op(n)) for n in in_place.graph.nodes].count(True) == 1
+    for batch in (BATCHES["decode"], BATCHES["padded"], BATCHES["mixed"]):
+        for after in (module, in_place):
+            assert_same(run(before, spec, batch), run(after, spec, batch), batch)
+
+
+def test_each_layer_keeps_its_own_quantization():
+    """Of two layers one has scales that are powers of two."""
+    spec = Spec("nope", dtype=BF16, quantized="group", layers=2)
+    module = build(spec)
+    edits.set_argument(quantization(module, 1), scale_ue8m0=True)
+    before = graphs.copy(module)
+    assert fuse(module, spec).outputs == {"group": 1, "group_ue8m0": 1}
+    MLAFixFunctionalizationPass(None)(module.graph)
+    for batch in BATCHES.values():
+        assert_same(run(before, spec, batch), run(module, spec, batch), batch)

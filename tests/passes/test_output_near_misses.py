@@ -1,15 +1,24 @@
 """Quantizations that pass 6 must keep: one difference each from what the epilogue computes."""
 
+import functools
+
 import pytest
 import torch
+from torch import fx
 
-from tests.passes import edits
+from mla_fusion.patterns import output_quantization
+from mla_fusion.report.reasons import Declined
+from tests.passes import edits, graphs, linears
 from tests.passes.fake_engine import after_pass
-from tests.passes.graphs import find
+from tests.passes.graphs import HEADS, find
 from tests.passes.test_output import BF16, assert_kept, quantization, spec_of
 
 aten = torch.ops.aten
+WIDTH = HEADS * linears.GROUP
 CAST = torch.ops.prims.convert_element_type.default
+
+
+_through = functools.partial(edits.through, quantization)
 
 
 def _argument(**values):
@@ -25,8 +34,7 @@ def _division(module):
 
 
 def _less_clamped(module):
-    node = find(module, aten.clamp_max.default)
-    node.args = (node.args[0], 240.0)
+    find(module, aten.clamp_max.default).update_arg(1, 240.0)
 
 
 def _rounded_first(module):
@@ -42,10 +50,6 @@ def _other_order(module):
     node = quantization(module)
     flat = edits.add(module, node, aten.reshape.default, node.args[0], [-1])
     node.replace_input_with(node.args[0], flat)
-
-
-def _through(name, target, *args):
-    return edits.through(quantization, name, target, *args)
 
 
 def _another_value(module):
@@ -101,3 +105,31 @@ def test_near_miss_is_kept(name):
     edit(module)
     reason = "opaque" if quantized == "opaque" else "quantization"
     assert_kept(module, spec, f"output-{reason}", detail)
+
+
+@pytest.mark.parametrize(
+    "target, args", [(aten.alias.default, ()), (aten.permute.default, ([1, 0],)),
+                     (aten.transpose.int, (0, 1))], ids=str,
+)  # fmt: skip
+def test_a_square_output_that_is_transposed_is_not_the_quantized_one(target, args):
+    """With as many tokens as columns only the order of the values differs."""
+    graph = fx.Graph()
+
+    def given(name, *shape, dtype=BF16):
+        node = graph.placeholder(name)
+        node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    output = given("output", WIDTH, WIDTH)
+    result = given("result", WIDTH, WIDTH, dtype=linears.FP8)
+    scale = given("scale", 1, dtype=torch.float32)
+    view = graph.call_function(target, (output, *args))
+    view.meta["val"] = output.meta["val"]
+    arguments, values = (result, view, scale, None), (None, result.meta["val"])
+    graph.output(graphs.functionalized(graph, linears.STATIC_QUANTIZE, arguments, values))
+    if target is aten.alias.default:
+        assert output_quantization.read([output]).arguments["scale"] is scale
+        return
+    with pytest.raises(Declined, match=target._overloadpacket.__name__) as declined:
+        output_quantization.read([output])
+    assert declined.value.decline.code == "output-unquantized"

@@ -6,7 +6,7 @@ import torch
 from mla_fusion import ops
 from tests.passes import linears, recorded
 from tests.passes.fake_engine import Engine, fuse
-from tests.passes.graphs import Spec, find
+from tests.passes.graphs import Spec, find, layer_names
 
 FILES = sorted(recorded.FOLDER.glob("*.json.gz"))
 
@@ -15,9 +15,9 @@ FILES = sorted(recorded.FOLDER.glob("*.json.gz"))
 def test_recorded_graph_fuses(path):
     module = recorded.read(path)
     quantized = path.name.split("-")[0].partition("output_")[2]
-    engine = Engine(Spec(dtype=torch.bfloat16, quantized=quantized) if quantized else Spec())
-    [(_, facts)] = engine.facts().items()
-    record = fuse(module, Spec(), facts=_Every(facts))
+    spec = Spec(dtype=torch.bfloat16, quantized=quantized) if quantized else Spec()
+    facts = Engine(spec).facts_of()(*layer_names(spec))
+    record = fuse(module, spec, lambda name: facts)
     assert record.layers >= 1
     if quantized:
         kind = linears.kind(quantized) if quantized in linears.FUSED else "none"
@@ -26,14 +26,3 @@ def test_recorded_graph_fuses(path):
     module.graph.lint()
     fused = find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
     assert fused.kwargs["rope"]
-
-
-class _Every(dict):
-    """The same facts for every layer name."""
-
-    def __init__(self, facts):
-        super().__init__(any=facts)
-        self.facts = facts
-
-    def get(self, name, default=None):
-        return self.facts

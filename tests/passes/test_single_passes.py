@@ -10,12 +10,11 @@ from mla_fusion.config.eligibility import LayerFacts
 from mla_fusion.ops import Rope
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
-from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.patterns import probe
 from mla_fusion.report.reasons import Decline
 from tests.passes import edits
-from tests.passes.fake_engine import after_pass, facts_of, passes
+from tests.passes.fake_engine import after_pass, passes
 from tests.passes.graphs import HEADS, LATENT, ROPE, ROPES, Spec, build, find, find_all, printed
 
 CANONICAL, Q_PREP, FUSED, ATTENTION = (
@@ -111,13 +110,6 @@ def test_lifted_call(rope):
     assert dict(new.kwargs) == {**want, "prepared_q": prep, "kv_c": given["kv_c_normed"]}
     nothing, output = new.meta["val"]
     assert nothing is None and str(output.shape) == str(given["output"].meta["val"].shape)
-
-
-def test_query_type_is_that_of_the_backend():
-    spec = Spec("nope", kv_cache_dtype="fp8", dtype=torch.bfloat16)
-    module = after_pass(2, spec)
-    MLADecodeQPrepLiftPass(facts_of(spec, quantized_query=True))(module.graph)
-    assert find(module, Q_PREP).meta["val"].dtype is torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("through", ["copy", "split"])

@@ -1,7 +1,7 @@
 """What the tests of this folder set, and how they read what became of it."""
 
 from mla_fusion import config
-from mla_fusion.config import engine
+from mla_fusion.config import eligibility
 
 FLAG_ON = {config.FLAG: True}
 # Fields of the compilation config that the flag sets.
@@ -17,7 +17,7 @@ def warnings(log):
 
 def decided(made):
     """The code that the config is declined for, or an empty string."""
-    decline = engine.why_not(made)
+    decline = eligibility.why_not(made)
     return decline.code if decline else ""
 
 

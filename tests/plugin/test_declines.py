@@ -5,7 +5,7 @@ from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from mla_fusion import attention, config
-from mla_fusion.config import engine, vllm_compat
+from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
 from tests import aiter_double
@@ -86,12 +86,12 @@ class TestDeclines:
         ],
     )
     def test_what_decode_context_parallelism_leaves_out(self, make, monkeypatch, options, detail):
-        monkeypatch.setattr(engine.kernels, "get_provider", lambda name: None)
+        monkeypatch.setattr(eligibility.kernels, "get_provider", lambda name: None)
         made = make(FLAG_ON)
         made.additional_config = {"mla_fusion": options}
         assert not decided(made)
         made.parallel_config.decode_context_parallel_size = 2
-        decline = engine.why_not(made)
+        decline = eligibility.why_not(made)
         assert decline.code == "context-parallel" and detail in decline.detail
 
     def test_portable_attention(self, make, log, monkeypatch):
@@ -107,7 +107,7 @@ class TestDeclines:
 
         monkeypatch.setattr(attention, "get_provider", unavailable)
         why = "attention=portable, reference: no reference here"
-        assert engine.why_not(made) == Decline("provider-unavailable", why)
+        assert eligibility.why_not(made) == Decline("provider-unavailable", why)
 
     def test_attention_of_aiter(self, make, log, monkeypatch):
         """Off ROCm, without AITER, with one too old for the cap, and with two microbatches."""
@@ -118,15 +118,15 @@ class TestDeclines:
         monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
         with aiter_double.installed("gfx942", "v0.1.10.post2"):
             made = make(FLAG_ON, options={"mla_fusion": options | {"max_split_per_batch": -1}})
-            assert config.is_on(made) and engine.why_not(made) is None
+            assert config.is_on(made) and eligibility.why_not(made) is None
             made.parallel_config.enable_dbo = True
             assert decided(made) == "microbatches"
             made.additional_config = {"mla_fusion": options}
             old = "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or "
             old = f"attention=aiter: {old}install v0.1.16 or newer"
-            assert engine.why_not(made) == Decline("provider-unavailable", old)
+            assert eligibility.why_not(made) == Decline("provider-unavailable", old)
         attention.get_provider.cache_clear()
-        found = engine.why_not(made)
+        found = eligibility.why_not(made)
         assert found.code == "provider-unavailable"
         assert found.detail.startswith("attention=aiter: the module aiter is missing")
 
@@ -155,6 +155,6 @@ class TestDeclines:
             is_it = platform == name
             monkeypatch.setattr(type(current_platform), f"is_{name}", lambda _, is_it=is_it: is_it)
         assert config.read_options({}).provider == provider
-        decline = engine.why_not(made)
+        decline = eligibility.why_not(made)
         assert decline.code == ("provider-unavailable" if provider else "provider-platform")
         assert decline.detail.startswith(provider)

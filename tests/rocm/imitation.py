@@ -37,13 +37,12 @@ def imitate(architecture):
     # First: with a module amdsmi at hand vLLM would take this machine for one with an AMD GPU.
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
+    platform, gpu = type(current_platform), ARCHITECTURES[architecture]
     _name_the_gpu(architecture)
 
-    fp8 = ARCHITECTURES[architecture].fp8
     backend = "vllm.v1.attention.backends.mla.rocm_aiter_mla.AiterMLABackend"
-    platform.fp8_dtype = classmethod(lambda cls: fp8)
-    platform.is_fp8_fnuz = classmethod(lambda cls: fp8 is torch.float8_e4m3fnuz)
+    platform.fp8_dtype = classmethod(lambda cls: gpu.fp8)
+    platform.is_fp8_fnuz = classmethod(lambda cls: gpu.fp8 is torch.float8_e4m3fnuz)
     platform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: backend)
 
     import vllm._aiter_ops as aiter_ops
@@ -56,8 +55,13 @@ def imitate(architecture):
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
+    from mla_fusion.attention.plan import buffers, device
+    from mla_fusion.config import vllm_compat
+
     mla_attention.tqdm = lambda sizes, **kwargs: sizes[:1]
-    _tell_this_library(ARCHITECTURES[architecture])
+    vllm_compat.is_rocm = lambda: True
+    device.architecture = lambda device: gpu.name
+    buffers.sm_count = lambda device: gpu.compute_units
     custom_ops.concat_and_cache_mla = _concat_and_cache_mla
     rocm_aiter_mla._expand_page_indices_kernel = _ExpandPageIndices()
 
@@ -68,15 +72,6 @@ def switch_products(on):
 
     for form in ("fp4", "fp8"):
         setattr(rocm_aiter_ops, f"is_{form}bmm_enabled", lambda on=form in on: on)
-
-
-def _tell_this_library(gpu):
-    from mla_fusion.attention.plan import buffers, device
-    from mla_fusion.config import vllm_compat
-
-    vllm_compat.is_rocm = lambda: True
-    device.architecture = lambda device: gpu.name
-    buffers.sm_count = lambda device: gpu.compute_units
 
 
 def fp8_of_vllm():

@@ -4,7 +4,8 @@ The layer, its metadata builder and its backend are vLLM's own. The graph is tra
 (tests/passes/graphs.py) in the real widths.
 """
 
-import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,25 +16,94 @@ BLOCKS, BLOCK = 96, 16
 NAME = "model.layers.0.attn"
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a step, decodes first.
+
+    Attributes:
+        requests: (tokens in the cache, new tokens) of each.
+        rows: rows of the graph beyond the new tokens, which have no slot.
+        dummies: requests without tokens that pad a full CUDA graph; vLLM then counts the padded
+            rows as tokens.
+        drafts: how many tokens the engine speculates.
+        shared: blocks at the beginning that all requests share, as prefix caching leaves them.
+    """
+
+    requests: tuple[tuple[int, int], ...]
+    rows: int = 0
+    dummies: int = 0
+    drafts: int = 0
+    shared: int = 0
+
+    @property
+    def live(self):
+        return sum(new for _, new in self.requests)
+
+
+BATCHES = {
+    "decode": Batch(((70, 1), (4, 1), (40, 1))),
+    "one token": Batch(((9, 1),)),
+    "padded": Batch(((70, 1), (4, 1)), rows=3),
+    "full graph": Batch(((70, 1), (4, 1)), rows=2, dummies=2),
+    "mixed": Batch(((70, 1), (4, 1), (0, 5))),
+    "prefill": Batch(((0, 3), (0, 2)), drafts=1),
+    "2 tokens": Batch(((70, 2), (4, 2)), drafts=1),
+    "4 tokens": Batch(((70, 4), (9, 4)), drafts=3),
+    "4 tokens, full graph": Batch(((70, 4), (9, 4)), rows=4, dummies=1, drafts=3),
+    "4 tokens, mixed": Batch(((70, 4), (9, 4), (0, 6)), drafts=3),
+    "33 requests": Batch(tuple((3 + i, 1) for i in range(33))),
+}
+# For each number of drafts, what else meets the plan of attention=aiter.
+PLANNED = BATCHES | {
+    "shared prefix": Batch(((70, 1), (69, 1), (40, 1)), shared=2),
+    "1 of 2 tokens": Batch(((70, 1), (4, 1)), drafts=1),
+    "2 tokens, full graph": Batch(((70, 2), (9, 2)), rows=4, dummies=2, drafts=1),
+    "3 tokens": Batch(((70, 3), (9, 3), (3, 3)), drafts=2),
+    "3 tokens, full graph": Batch(((70, 3), (9, 3)), rows=3, dummies=1, drafts=2),
+    "2 of 3 tokens": Batch(((70, 2), (9, 2)), drafts=2),
+    "4 tokens, shared prefix": Batch(((70, 4), (69, 4)), drafts=3, shared=2),
+    "3 of 4 tokens": Batch(((70, 3), (9, 3)), drafts=3),
+    "1 of 4 tokens, full graph": Batch(((70, 1), (4, 1)), rows=2, dummies=2, drafts=3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: the heads of the layer, its cache ("auto" or "fp8"), the batch by name, and the
+    packed forms of its weights that are switched on (`imitation.switch_products`)."""
+
+    heads: int
+    cache: str
+    batch: str
+    products: str = ""
+
+    @property
+    def of(self):
+        return PLANNED[self.batch]
+
+    @property
+    def decode_only(self):
+        return all(cached for cached, _ in self.of.requests)
+
+
 class Backend:
     """One MLA layer of vLLM with its metadata builder and a filled cache."""
 
     def __init__(self, heads, cache, products, drafts, full_graphs, folder):
         from vllm.config import CUDAGraphMode, set_current_vllm_config
+        from vllm.distributed import parallel_state
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.layers.attention import MLAAttention
         from vllm.model_executor.layers.linear import ColumnParallelLinear
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        from mla_fusion.cli.demo import tiny_models
+        from tests.models import DEEPSEEK_V2, write
 
-        model = {**tiny_models.MODELS["deepseek-v2-shaped"], "num_attention_heads": heads}
-        model["hidden_size"] = 64 * heads  # transformers wants a multiple
-        with open(f"{folder}/config.json", "w") as file:
-            json.dump({**model, "num_key_value_heads": heads}, file)
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": heads}
+        sizes["hidden_size"] = 64 * heads  # transformers wants a multiple
         speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
         self.config = EngineArgs(
-            model=folder,
+            model=write(Path(folder), {**DEEPSEEK_V2, **sizes}),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=MAX_LENGTH,
@@ -44,7 +114,10 @@ class Backend:
         ).create_engine_config()
         imitation.switch_products(products)
         with set_current_vllm_config(self.config), set_default_torch_dtype(torch.bfloat16):
-            _one_process(folder)
+            if not parallel_state.model_parallel_is_initialized():
+                meeting = f"file://{folder}/processes"
+                parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
+                parallel_state.initialize_model_parallel(1, 1)
             projection = ColumnParallelLinear(LATENT, heads * (NOPE + VALUE), bias=False)
             self.layer = MLAAttention(
                 heads, (NOPE + ROPE) ** -0.5, NOPE, ROPE, VALUE, None, LATENT, projection,
@@ -86,15 +159,6 @@ class Backend:
                 slot_mapping=slots,
             ),
         )  # fmt: skip
-
-
-def _one_process(folder):
-    from vllm.distributed import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        meeting = f"file://{folder}/processes"
-        parallel_state.init_distributed_environment(1, 0, meeting, 0, backend="gloo")
-        parallel_state.initialize_model_parallel(1, 1)
 
 
 def places(batch):
@@ -142,10 +206,9 @@ def fuse(module, layer, provider, attention="auto", query_len=1):
     from mla_fusion.passes import pipeline
     from mla_fusion.patterns.site import attention_calls
 
-    calls = list(attention_calls(module.graph))
-    record = report.RangeReport((1, 64), layers=len(calls))
-    facts = {NAME: eligibility.facts(layer, provider, torch.bfloat16, attention, query_len)}
-    pipeline.fuse(module.graph, calls, facts, provider, record)
+    record = report.RangeReport((1, 64), layers=len(attention_calls(module.graph)))
+    facts = eligibility.facts(layer, provider, torch.bfloat16, attention, query_len)
+    pipeline.fuse(module.graph, lambda name: facts, provider, record)
     with pass_context(Range(start=1, end=64)):
         pipeline.LastStep(None)(module.graph)
     return record
@@ -165,23 +228,23 @@ def forward_pass(layer, metadata, slots):
 
 
 def run(module, spec, backend, batch):
-    """One step on a fresh cache: the output, and the bytes of the cache [slots, entry]."""
+    """One step on a fresh cache: the output, and the bytes of the cache [slots, entry].
+
+    Raises:
+        AssertionError: bytes outside of the slots of the batch changed.
+    """
     from tests.passes import fake_engine, graphs
 
     slots, positions, tables = places(batch)
-    values = graphs.inputs(spec, len(slots))
-    values["positions"] = positions
-    layer, cache = backend.layer, backend.cache.clone()
-    layer.kv_cache = cache
+    values = graphs.inputs(spec, len(slots)) | {"positions": positions}
+    backend.layer.kv_cache = backend.cache.clone()
     metadata = backend.metadata(batch, slots, tables)
-    with forward_pass(layer, metadata, slots):
+    with forward_pass(backend.layer, metadata, slots):
         outputs = fake_engine.execute(module, values)
-    return [outputs[0][: batch.live].clone(), cache.flatten(0, 1).view(torch.uint8)]
-
-
-def elsewhere(cache, backend, batch):
-    """Whether the bytes of a cache after a step are as before outside of the slots of the batch."""
-    slots = places(batch)[0]
-    start = backend.cache.flatten(0, 1).view(torch.uint8).clone()
-    start[slots[slots >= 0]] = cache[slots[slots >= 0]]
-    return torch.equal(cache, start)
+    before, cache = (
+        x.flatten(0, 1).view(torch.uint8) for x in (backend.cache, backend.layer.kv_cache)
+    )
+    elsewhere = torch.ones(len(cache), dtype=torch.bool)
+    elsewhere[slots[slots >= 0]] = False
+    assert torch.equal(before[elsewhere], cache[elsewhere]), "bytes of other slots changed"
+    return outputs[0][: batch.live].clone(), cache

@@ -48,7 +48,7 @@ def serve(folder, engine, **options):
     given = {"architecture": architecture, "heads": heads, "bucket": BUCKET * (1 + drafts)}
     given["vocab_size"] = VOCABULARY
     asked = children.job(
-        "tests.rocm.engine:serve", folder, engine=arguments, options={**given, **options},
+        "tests.rocm.work:serve", folder, engine=arguments, options={**given, **options},
         prompts=PROMPTS, new_tokens=MAX_TOKENS, plugin=bool(options),
     )  # fmt: skip
     return children.run(asked)

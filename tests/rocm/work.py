@@ -1,8 +1,12 @@
-"""Steps of one MLA layer through vLLM's ROCm backend; the work of a child process."""
+"""Steps of one MLA layer, and whole engines, on vLLM's ROCm backend; the work of a child process.
+
+`imitation.imitate` comes before any import of vLLM's layers.
+"""
 
 import contextlib
 import dataclasses
 import functools
+from pathlib import Path
 
 import torch
 
@@ -10,15 +14,37 @@ from mla_fusion.cli.bench.kit import agreement
 from tests import aiter_double
 from tests.aiter_double.versions import DECODE, GLUON, PLANNER
 from tests.rocm import imitation, steps
-from tests.rocm.cases import Case
-from tests.rocm.steps import LATENT, NAME, ROPE
+from tests.rocm.steps import LATENT, NAME, ROPE, Case
 from tests.rocm.watch import Watch
+
+
+def serve(job, progress):
+    """`tests.engine.work.serve`, and how often AITER's ops were called.
+
+    Further options: architecture; heads and vocab_size (of the model, which has two layers and
+    weights of unit gain). What `watch` saw of the plans of attention=aiter is added; what it
+    refuses ends the job.
+    """
+    with aiter_double.installed(job.options["architecture"]) as double:
+        imitation.imitate(job.options["architecture"])
+        from mla_fusion.cli.demo import tiny_models
+        from tests.engine import work
+
+        heads, words = job.options["heads"], job.options["vocab_size"]
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": words}
+        folder = Path(job.workdir, "model")
+        model = tiny_models.write("deepseek-v3-shaped", folder, num_hidden_layers=2, **sizes)
+        engine = {**job.engine, "model": str(model)}
+        with Watch(double) as watch:
+            served = work.serve(dataclasses.replace(job, engine=engine), progress)
+        return served["engines"][0] | {"calls": double.counts(), "watched": watch.found()}
 
 
 def run_all(job, progress):
     """For each kind of work in the options, the results of its cases on one `architecture`.
 
-    A result is a dictionary; its fault says why the double or a check refused, or is empty.
+    A result is a dictionary; its fault says why the double, the passes or a check refused, or is
+    empty.
     """
     torch.set_num_threads(1)
     architecture = job.options["architecture"]
@@ -50,49 +76,52 @@ class Unfused(Exception):
     """The passes declined the layer; the message is their reason."""
 
 
+def step(case, backend, double, provider="", attention="auto"):
+    """(output, bytes of the cache) of a step, with the passes if there is a provider; `double` has
+    its calls."""
+    module, spec = steps.graph(case)
+    if provider:
+        record = steps.fuse(module, backend.layer, provider, attention, 1 + case.of.drafts)
+        for decline in record.declined:
+            raise Unfused(decline.explain())
+        assert record.fused == 1
+    double.forget()
+    return steps.run(module, spec, backend, case.of)
+
+
 def compared(case, backend, double):
     """A step with the passes, compared with the same step without them.
 
-    fused: how many layers the passes fused; declined: why not. calls: how often each op of AITER
-    was called in the fused run. same_as_reference: whether cache and output equal the reference
-    provider's bytes. latent_steps, rope_steps: the largest difference of the two halves of the
-    decode's query, in steps of its type. same: whether the live rows of the output equal those
-    without the passes. error, scale: the largest difference of them, and the largest value.
-    cache_equal, cache_steps: the share of equal bytes in the written cache entries, and the largest
-    difference there in steps of the stored type. elsewhere: as `steps.elsewhere`.
+    calls: how often each op of AITER was called in the fused run. same_as_reference: whether cache
+    and output equal the reference provider's bytes. latent_steps, rope_steps: the largest
+    difference of the two halves of the decode's query, in steps of its type. error: as `difference`
+    of the outputs. cache_equal, cache_steps: the share of equal bytes in the written cache entries,
+    and the largest difference there in steps of the stored type.
     """
-    from tests.passes import graphs
-
-    batch, same_as_reference = case.of, False
-    module, spec = steps.graph(case)
-    fused, by_reference = graphs.copy(module), graphs.copy(module)
-    double.forget()
-    before_out, before_cache = steps.run(module, spec, backend, batch)
-    before_query = attended(double, batch)
-    record = steps.fuse(fused, backend.layer, "aiter")
-    double.forget()
-    out, cache = steps.run(fused, spec, backend, batch)
-    calls, query = double.counts(), attended(double, batch)
+    before_out, before_cache = step(case, backend, double)
+    before_query = attended(double, case.of)
+    out, cache = step(case, backend, double, "aiter")
+    calls, query = double.counts(), attended(double, case.of)
+    same_as_reference = False
     if hasattr(backend.layer, "W_UK_T"):
-        steps.fuse(by_reference, backend.layer, "reference")
-        reference = steps.run(by_reference, spec, backend, batch)
+        reference = step(case, backend, double, "reference")
         same_as_reference = all(map(torch.equal, (out, cache), reference))
-    slots = steps.places(batch)[0]
+    slots = steps.places(case.of)[0]
     a, b = (x[slots[slots >= 0]] for x in (cache, before_cache))
     return {
-        "fused": record.fused,
-        "declined": ", ".join(d.code for d in record.declined),
         "calls": calls,
         "same_as_reference": same_as_reference,
         "latent_steps": _steps(query[..., :LATENT], before_query[..., :LATENT]),
         "rope_steps": _steps(query[..., LATENT:], before_query[..., LATENT:]),
-        "same": torch.equal(out, before_out),
-        "error": float((out.float() - before_out.float()).abs().max()),
-        "scale": float(before_out.float().abs().max()),
+        "error": difference(out, before_out),
         "cache_equal": float((a == b).float().mean()),
         "cache_steps": _steps(a.view(backend.stored), b.view(backend.stored)),
-        "elsewhere": steps.elsewhere(cache, backend, batch),
     }
+
+
+def difference(out, expected):
+    """The largest, as a share of the largest value expected."""
+    return float((out.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
 def attended(double, batch):
@@ -117,28 +146,17 @@ def planned(case, backend, double):
     """A step of which AITER decodes from a plan of this library: what the watch found, and the rest
     as `compared` has it; no error where vLLM's own backend has no kernel.
     """
-    batch = case.of
     with Watch(double) as watch:
         attach(backend)
-        module, spec = steps.graph(case)
-        record = steps.fuse(module, backend.layer, "aiter", "aiter", 1 + batch.drafts)
-        for decline in record.declined:
+        try:
+            out, _ = step(case, backend, double, "aiter", "aiter")
+        except Unfused:
             assert not watch.made, "a layer that stays unfused has no plan"
-            raise Unfused(decline.explain())
-        assert record.fused == 1
-        double.forget()
-        out, cache = steps.run(module, spec, backend, batch)
+            raise
         calls, expected = double.counts(), out
-        module, spec = steps.graph(case)
         with contextlib.suppress(aiter_double.Fault):
-            expected, _ = steps.run(module, spec, backend, batch)
-    return {
-        "calls": calls,
-        "error": float((out.float() - expected.float()).abs().max()),
-        "scale": float(expected.float().abs().max()),
-        "elsewhere": steps.elsewhere(cache, backend, batch),
-        **watch.found(),
-    }
+            expected, _ = step(case, backend, double)
+    return {"calls": calls, "error": difference(out, expected), **watch.found()}
 
 
 def attach(backend):

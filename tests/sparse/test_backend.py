@@ -23,12 +23,10 @@ plugin.register()
 FASTER = sparse_step.FASTER  # `imitate` replaces it
 DECODE = Batch(((40, 1), (0, 1), (200, 1)))
 BATCHES = {
-    "one": Batch(((130, 1),)),
-    "decode": DECODE,
+    "one": Batch(((130, 1),)), "decode": DECODE, "drafts": Batch(((40, 3), (100, 3))),
     "padded": Batch(((40, 1), (200, 1)), padding=2),
-    "drafts": Batch(((40, 3), (100, 3))),
     "most": Batch(tuple((9 * i, 1) for i in range(15))),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

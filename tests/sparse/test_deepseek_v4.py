@@ -19,11 +19,10 @@ from tests.sparse.v4 import LAYERS, Step, layer
 plugin.register()
 
 STEPS = {
-    "one": {"positions": (300,)},
-    "decode": {"positions": (5, 126, 127, 700, 2100)},
+    "one": {"positions": (300,)}, "decode": {"positions": (5, 126, 127, 700, 2100)},
     "padded": {"positions": (300, 40), "padding": 2},
     "wide": {"positions": (511, 3000), "columns": 256},
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.aiter import entries, selection
 from mla_fusion.attention.aiter import planner as planner_aiter
+from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.aiter.selection import require as require
 from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, PlanBuffers
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.kernels import aiter as fused_region
+from mla_fusion.kernels.capture import capturing
 
 LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 
@@ -35,11 +36,9 @@ def persistent_mla_decode(given: Inputs) -> None:
     assert step is not None and companions is not None  # validated
     if given.epilogue is not None:
         raise ValueError("AITER's decode has no epilogue: multiply with W_UV after it")
-    if (q.shape[2], settings.v_head_dim) != (ENTRY, LATENT):
-        raise ValueError(
-            f"AITER decodes entries of {ENTRY} with values of {LATENT}, got {q.shape[2]} and "
-            f"{settings.v_head_dim}: use the triton provider"
-        )
+    if q.shape[2] != ENTRY:
+        why = f"AITER decodes entries of {ENTRY}, got {q.shape[2]}"
+        raise ValueError(f"{why}: use the triton provider")
     if not kv_cache.is_contiguous():
         raise ValueError("AITER reads the cache as dense pages of one token: kv_cache is strided")
     companions.check(plan)
@@ -61,29 +60,50 @@ def persistent_mla_decode(given: Inputs) -> None:
             "or newer"
         )
     batch, rows = step.batch, verdict.query_len
-    query = _query(q, companions.source[: batch * rows] if rows > 1 else None, layout.padded)
+    even = rows > 1
+    query = _query(q, companions.source[: batch * rows] if even else None, layout.padded)
     result = torch.empty((*query.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
     _, logsumexp = decode(
-        query,
-        kv_cache.view(-1, 1, 1, ENTRY),
-        result,
-        planner_aiter.aiter_rows(plan, rows)[: batch + 1],
-        plan.kv_indptr[: batch + 1],
-        entries.entries(plan, given.block_table, kv_cache.shape[1]),
-        companions.last_page_lens[:batch],
-        rows,
-        page_size=1,
-        nhead_kv=1,
-        sm_scale=given.softmax_scale,
+        query, kv_cache.view(-1, 1, 1, ENTRY), result,
+        (companions.even if even else plan.qo_indptr)[: batch + 1], plan.kv_indptr[: batch + 1],
+        _entries(plan, companions, given.block_table, kv_cache.shape[1]),
+        companions.last_page_lens[:batch], rows,
+        page_size=1, nhead_kv=1, sm_scale=given.softmax_scale,
         # Without it AITER may leave the plan aside for some shapes, silently.
-        num_kv_splits=plan.rules.ctas,
-        work_meta_data=plan.work_metadata_ptrs,
-        **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]},
-        **extra,
-    )
+        num_kv_splits=plan.rules.ctas, work_meta_data=plan.work_metadata_ptrs,
+        **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]}, **extra,
+    )  # fmt: skip
     _store(companions, rows, given.out, result, 0)
     if lse is not None:
         _store(companions, rows, lse, logsumexp, -torch.inf)
+
+
+def _entries(
+    plan: PlanBuffers, companions: Companions, block_table: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """The entry, int32, of token t of the concatenation of all sequences of the step, for each t:
+    AITER's pages hold one token. Written once a refresh for all layers, from the block table and
+    the page size of the first.
+
+    The caller's list if there is one; with max_kv_len a buffer of the plan, which keeps its
+    address. A graph that did not record the refresh writes its own at every decode: a refresh
+    between its replays is not seen.
+    """
+    # Imported here: AITER's shapes are asked for where Triton is not.
+    from mla_fusion.attention.aiter.entries_kernel import launch
+
+    if companions.listed is not None:
+        return companions.listed
+    key = (plan.refreshes, block_table.data_ptr(), block_table.shape, page_size)
+    shared = companions.captured or not capturing()
+    if shared and companions.expanded is not None and companions.expanded[0] == key:
+        return companions.expanded[1]
+    if (found := companions.entries) is None:
+        # As many as the block table can hold, so nothing waits for the device.
+        found = block_table.new_zeros(block_table.numel() * page_size)
+    launch(found, plan.kv_indptr[: len(block_table) + 1], block_table, page_size)
+    companions.expanded = (key, found) if shared else None
+    return found
 
 
 def _query(q: torch.Tensor, source: torch.Tensor | None, heads: int) -> torch.Tensor:

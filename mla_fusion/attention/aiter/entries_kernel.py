@@ -1,4 +1,4 @@
-"""The Triton kernel of `entries.expand`."""
+"""The Triton kernel that lists the cache entry of each KV token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expand_kernel(
 def launch(
     found: torch.Tensor, kv_indptr: torch.Tensor, block_table: torch.Tensor, page_size: int
 ) -> None:
-    """See `entries.expand`; nothing waits for the device."""
+    """Write `found` for sequences whose tokens begin at `kv_indptr` [B + 1]; nothing waits."""
     kernel: Any = expand_kernel
     kernel[(len(block_table), CTAS)](
         found, kv_indptr, block_table, block_table.stride(0), len(found),

@@ -10,26 +10,17 @@ from typing import Any
 import torch
 
 from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import buffers
 from mla_fusion.attention.plan import device as gpu
-from mla_fusion.attention.plan.buffers import (
-    AITER_BUFFERS,
-    Companions,
-    PlanBuffers,
-    Settings,
-    common_buffers,
-)
+from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, PlanBuffers, Settings
 from mla_fusion.kernels.capture import capturing
 
 PROVIDERS = ("aiter", "reference")
 
 
 def require(settings: Settings) -> None:
-    """Raise unless AITER can plan for these settings, and is here.
-
-    Raises:
-        ValueError: there is no kernel for them; the message says why.
-        ProviderUnavailable: AITER is missing or too old.
-    """
+    """Raise ValueError, with the reason, unless AITER has a kernel for these settings, and
+    ProviderUnavailable where it is missing or too old."""
     portable_only = ("ctas", "heads_per_work", "overhead")
     granularity, latent = settings.kv_granularity, settings.v_head_dim
     if given := [name for name in portable_only if getattr(settings, name) is not None]:
@@ -65,10 +56,8 @@ def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> 
 
 def allocate(settings: Settings) -> dict[str, Any]:
     """The fields of a plan; the six buffers are zeroed and of the sizes that AITER asks for.
-
-    Raises:
-        ValueError: this AITER cannot size its buffers for the cap.
-    """
+    ValueError, ProviderUnavailable: as `require`, or this AITER cannot size them for the cap."""
+    require(settings)
     size, _, _ = selection.installed_planner()
     cap, device, batch = settings.max_split_per_batch, settings.device, settings.max_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
@@ -87,17 +76,13 @@ def allocate(settings: Settings) -> dict[str, Any]:
 
     rows, kv_len = batch * settings.max_query_len, settings.max_kv_len
     companions = Companions(
-        buffers=six,
-        last_page_lens=zeros(batch) + 1,
+        buffers=six, last_page_lens=zeros(batch) + 1,
         counting=torch.arange(batch * longest + 1, dtype=torch.int32, device=device),
-        even=zeros(batch + 1),
-        source=zeros(batch * longest),
-        target=zeros(rows),
-        written=zeros(rows, torch.bool),
-        blind=zeros(rows, torch.bool),
+        even=zeros(batch + 1), source=zeros(batch * longest), target=zeros(rows),
+        written=zeros(rows, torch.bool), blind=zeros(rows, torch.bool),
         entries=None if kv_len is None else zeros(batch * kv_len),
-    )
-    return {**common_buffers(settings, layout, portable=False), **six, "aiter": companions}
+    )  # fmt: skip
+    return {**buffers.common_buffers(settings, layout, portable=False), **six, "aiter": companions}
 
 
 def fill(
@@ -120,33 +105,17 @@ def fill(
     types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
     if "dtype_q" not in names:
         types = {f"{name}_{half}": types[name] for name in types for half in ("nope", "rope")}
+    # AITER folds the heads of drafts by their declared length and its kernels mask by it, so every
+    # sequence has as many rows. A single row needs no such care: a sequence has it or is padding.
+    even = rows > 1
     write(
-        aiter_rows(plan, rows)[: batch + 1],
-        plan.kv_indptr[: batch + 1],
-        companions.last_page_lens[:batch],
-        plan.layout.padded,
-        1,
-        True,
+        (companions.even if even else plan.qo_indptr)[: batch + 1], plan.kv_indptr[: batch + 1],
+        companions.last_page_lens[:batch], plan.layout.padded, 1, True,
         **{name: getattr(plan, name) for name in AITER_BUFFERS},
-        page_size=1,
-        kv_granularity=settings.kv_granularity,
-        max_seqlen_qo=rows,
-        # One row, or none: padding.
-        uni_seqlen_qo=rows if rows > 1 else -1,
-        fast_mode=True,
-        max_split_per_batch=settings.max_split_per_batch,
-        **types,
-    )
-
-
-def aiter_rows(plan: PlanBuffers, rows: int) -> torch.Tensor:
-    """[max_batch + 1] int32: where the rows of each sequence begin in the query AITER gets.
-
-    AITER folds the heads of drafts by their declared length and its kernels mask by it, so every
-    sequence has as many rows. A single row needs no such care.
-    """
-    assert plan.aiter is not None  # the plan is AITER's
-    return plan.aiter.even if rows > 1 else plan.qo_indptr
+        page_size=1, kv_granularity=settings.kv_granularity, max_seqlen_qo=rows,
+        uni_seqlen_qo=rows if even else -1, fast_mode=True,
+        max_split_per_batch=settings.max_split_per_batch, **types,
+    )  # fmt: skip
 
 
 def _place_rows(plan: PlanBuffers, companions: Companions, rows: int) -> None:

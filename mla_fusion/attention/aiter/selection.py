@@ -20,25 +20,19 @@ LATENT = 512  # the output of all its kernels is this wide
 WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
-# (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending;
-# for bf16 on gfx950 one kernel takes any number of heads (0).
-_QUERY_LENS = {
-    ("gfx942", "bf16", 16): (1, 2, 3, 4),
-    ("gfx942", "bf16 over fp8", 16): (1, 2, 3, 4),
-    ("gfx942", "fp8", 16): (1, 2, 4),
-    ("gfx942", "fp8", 64): (1,),
-    ("gfx950", "bf16", 0): (1, 2, 3, 4),
-    ("gfx950", "fp8", 16): (1, 2, 4),
-    ("gfx950", "fp8", 32): (1, 4),
-    ("gfx950", "fp8", 64): (1, 2, 4),
-    ("gfx950", "fp8", 128): (1, 2, 4),
-}
-# The same key -> query lengths whose kernel also writes the log-sum-exp.
-_LSE_QUERY_LENS = {
-    ("gfx942", "fp8", 64): (1,),
-    ("gfx950", "bf16", 0): (1, 2, 3, 4),
-    ("gfx950", "fp8", 16): (1, 4),
-    ("gfx950", "fp8", 32): (1, 4),
+# (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending,
+# and those whose kernel also writes the log-sum-exp; for bf16 on gfx950 one kernel takes any number
+# of heads (0).
+_QUERY_LENS: dict[tuple[str, str, int], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    ("gfx942", "bf16", 16): ((1, 2, 3, 4), ()),
+    ("gfx942", "bf16 over fp8", 16): ((1, 2, 3, 4), ()),
+    ("gfx942", "fp8", 16): ((1, 2, 4), ()),
+    ("gfx942", "fp8", 64): ((1,), (1,)),
+    ("gfx950", "bf16", 0): ((1, 2, 3, 4), (1, 2, 3, 4)),
+    ("gfx950", "fp8", 16): ((1, 2, 4), (1, 4)),
+    ("gfx950", "fp8", 32): ((1, 4), (1, 4)),
+    ("gfx950", "fp8", 64): ((1, 2, 4), ()),
+    ("gfx950", "fp8", 128): ((1, 2, 4), ()),
 }
 _SLOW_BATCH = 32  # padded sequences of a step
 
@@ -57,50 +51,35 @@ class Verdict(NamedTuple):
 
 
 def aiter_verdict(
-    num_heads: int,
-    query_len: int,
-    q_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    arch: str,
-    *,
-    return_lse: bool = False,
-) -> Verdict:
+    num_heads: int, query_len: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, arch: str,
+    *, return_lse: bool = False,
+) -> Verdict:  # fmt: skip
     """Whether AITER serves sequences of up to `query_len` rows on a `plan.device.architecture`."""
     kind = _kind(q_dtype, kv_dtype)
     layout = heads.aiter_layout(num_heads, query_len, kind, arch)
-
-    def without(reason: str) -> Verdict:
-        return Verdict(layout, unsupported=reason)
-
-    if arch not in FP8_OF:
-        return without(f"AITER's persistent decode has kernels for {' and '.join(FP8_OF)}")
-    if not kind:
-        return without(
-            f"no kernel takes a {q_dtype} query over a {kv_dtype} cache: queries are bf16, or fp8 "
-            "over an fp8 cache"
-        )
-    if wrong := {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}:
-        return without(f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}")
-    if layout.padded > 128:
-        return without(f"{layout.padded} heads are more than the 128 of the largest kernel")
-    if (arch, kind, layout.per_work) == ("gfx942", "fp8", 128):
-        return without("fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)")
     any_heads = (arch, kind, 0) in _QUERY_LENS
     key = (arch, kind, 0 if any_heads else layout.per_work)
-    runs = next((n for n in _QUERY_LENS.get(key, ()) if n >= query_len), 0)
-    if not runs:
-        return without(
-            f"{arch} has no persistent {kind} kernel for {layout.per_work} heads and queries of "
-            f"{query_len} tokens"
-        )
-    # Of the two bf16 kernels of gfx950, the one for many rows writes none.
+    lens, lse_lens = _QUERY_LENS.get(key, ((), ()))
+    runs = next((n for n in lens if n >= query_len), 0)
+    # Of the two bf16 kernels of gfx950, the one for many rows writes no log-sum-exp.
     wide = any_heads and (layout.padded > 64 or layout.padded * runs >= 128)
-    if return_lse and (wide or runs not in _LSE_QUERY_LENS.get(key, ())):
-        return without(
-            f"the persistent {kind} kernel of {arch} for {layout.per_work} heads and queries of "
-            f"{runs} tokens writes no log-sum-exp"
-        )
-    return Verdict(layout, runs)
+    shape, why = f"for {layout.per_work} heads and queries of", ""
+    if arch not in FP8_OF:
+        why = f"AITER's persistent decode has kernels for {' and '.join(FP8_OF)}"
+    elif not kind:
+        why = f"no kernel takes a {q_dtype} query over a {kv_dtype} cache: queries are bf16, or "
+        why += "fp8 over an fp8 cache"
+    elif wrong := {q_dtype, kv_dtype} & set(FP8_DTYPES) - {FP8_OF[arch]}:
+        why = f"{arch} computes in {FP8_OF[arch]}, not in {wrong.pop()}"
+    elif layout.padded > 128:
+        why = f"{layout.padded} heads are more than the 128 of the largest kernel"
+    elif (arch, kind, layout.per_work) == ("gfx942", "fp8", 128):
+        why = "fp8 with 128 heads faults on gfx942 (vllm-project/vllm#43067)"
+    elif not runs:
+        why = f"{arch} has no persistent {kind} kernel {shape} {query_len} tokens"
+    elif return_lse and (wide or runs not in lse_lens):
+        why = f"the persistent {kind} kernel of {arch} {shape} {runs} tokens writes no log-sum-exp"
+    return Verdict(layout, 0 if why else runs, why)
 
 
 def aiter_verdict_up_to(
@@ -132,11 +111,9 @@ def slow_steps(
 
 def unsupported_widths(latent: int, rope: int) -> str:
     """Why AITER's persistent decode does not take a cache of these widths; empty if it does."""
-    if (latent, rope) == WIDTHS:
-        return ""
-    return "its kernels are for latents of {} and {} rotated, got {} and {}".format(
-        *WIDTHS, latent, rope
-    )
+    wanted = f"latents of {LATENT} and {WIDTHS[1]} rotated"
+    taken = (latent, rope) == WIDTHS
+    return "" if taken else f"its kernels are for {wanted}, got {latent} and {rope}"
 
 
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:

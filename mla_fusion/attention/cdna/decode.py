@@ -4,49 +4,102 @@ In the portable kernel, with 16 rows, all warps repeat the scores, keys go throu
 barrier before and after, and nothing is in flight meanwhile. Here
 
 - a warp computes the scores of 16 of 64 tokens, then a quarter of the latents over all 64;
-- keys come from memory in the order that matrix instructions take (`cdna/layouts.py`), once for
-  each product; the second time they are in a cache;
+- keys come from memory as matrix instructions take them, once for each product;
 - keys and values of a tile are on their way at once, and no barrier waits for them; other waves of
   the SIMD compute meanwhile, and there are more of them than if a wave held two tiles' keys;
 - only P, the largest scores and the query are in LDS.
 
-As in `hopper/decode.py`, scores and output are transposed. An fp8 query is multiplied with fp8 keys
-as they are; values become bf16.
+Scores and output are transposed, as in `hopper/decode.py`; an fp8 query meets fp8 keys as they are,
+values become bf16.
+
+A matrix instruction (MFMA) of 16 by 16 takes from lane l row l % 16 of its first factor and column
+l % 16 of the second, and some neighbours in the depth, which l / 16 chooses. So keys are read from
+memory for both products in this order, and never moved between lanes:
+
+    scores    tokens are rows: a lane reads 16 bytes of one token, four lanes 64 bytes in a row
+    output    latents are rows, tokens the depth: a lane reads EACH latents of several tokens, and
+              row i of instruction number r is latent i * EACH + r. So the 16 lanes read 16 * EACH
+              latents in a row, and of the result a lane holds 4 * EACH latents in a row.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna3
+from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3
 
 from mla_fusion.attention.cdna.fits import decode as fits
 from mla_fusion.attention.cdna.fits import rows_and_waves
-from mla_fusion.attention.cdna.layouts import (
-    TILE,
-    WARPS,
-    as_factor,
-    as_latents,
-    depth_of,
-    output_layout,
-    product_layout,
-    value_layout,
-)
 from mla_fusion.attention.plan.device import cdna
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
+WARPS = gl.constexpr(4)
+TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
 # The cache, the row of its block table for one sequence, and the tokens of an item.
 Cache = namedtuple("Cache", "pointer table block_stride begin end")
 # The query in LDS, [rows, columns]: its latents and its rotated part.
 Query = namedtuple("Query", "latents rotated")
+
+
+@gluon.constexpr_function
+def _steps(first: int, end: int) -> list[int]:
+    """first, 2 * first, 4 * first and so on below `end`."""
+    return [first << n for n in range((end // first - 1).bit_length())]
+
+
+@gluon.constexpr_function
+def depth_of(CDNA: int) -> int:
+    """Neighbours in the depth that a lane holds of a bf16 factor."""
+    return 4 if CDNA == 3 else 8
+
+
+@gluon.constexpr_function
+def product_layout(CDNA: int, BITS: int) -> AMDMFMALayout:
+    """The result of a product of factors of BITS bits; warps have rows of their own."""
+    depth = 4 * (depth_of(CDNA) if BITS == 16 else 8)
+    return AMDMFMALayout(CDNA, [16, 16, depth], False, [WARPS.value, 1])
+
+
+@gluon.constexpr_function
+def value_layout(L: int, CDNA: int) -> Any:
+    """Values [tokens, L] of one instruction's depth, as they are read."""
+    each, depth = L // 16 // WARPS.value, depth_of(CDNA)
+    registers = [[0, n] for n in _steps(1, each)] + [[n, 0] for n in _steps(1, depth)]
+    lanes = [[0, n] for n in _steps(each, 16 * each)] + [[depth, 0], [2 * depth, 0]]
+    warps = [[0, 16 * each], [0, 32 * each]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [4 * depth, L])
+
+
+@gluon.constexpr_function
+def output_layout(L: int, ROWS: int) -> Any:
+    """The result [L, rows], as it is stored."""
+    each = L // 16 // WARPS.value
+    registers = [[n, 0] for n in _steps(1, 4 * each)] + [[0, n] for n in _steps(16, ROWS)]
+    lanes = [[0, n] for n in _steps(1, 16)] + [[4 * each, 0], [8 * each, 0]]
+    warps = [[16 * each, 0], [32 * each, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [L, ROWS])
+
+
+@gluon.jit
+def as_factor(values, L: gl.constexpr, LAYOUT: gl.constexpr):
+    """Values [tokens, L] as the first factor of the output's product, which renames registers."""
+    EACH: gl.constexpr = L // 16 // WARPS
+    TOKENS: gl.constexpr = values.shape[0]
+    values = gl.permute(gl.reshape(values, [TOKENS, WARPS, 16, EACH]), (3, 1, 2, 0))
+    return gl.convert_layout(gl.reshape(values, [L, TOKENS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def as_latents(acc, L: gl.constexpr, LAYOUT: gl.constexpr):
+    """The output's product with its latents in order, which renames registers."""
+    EACH: gl.constexpr = L // 16 // WARPS
+    ROWS: gl.constexpr = acc.shape[1]
+    acc = gl.permute(gl.reshape(acc, [EACH, WARPS, 16, ROWS]), (1, 2, 0, 3))
+    return gl.convert_layout(gl.reshape(acc, [L, ROWS]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -281,7 +334,7 @@ kernel: Any = decode_kernel
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """What the kernel is launched with."""
     q, cache, generation = given.q, given.kv_cache, cdna(given.q.device)
     rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, cache.shape[1])
     tensors = q, cache, given.block_table, *given.results

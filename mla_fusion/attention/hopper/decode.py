@@ -7,7 +7,7 @@ across tokens without a trip through shared memory.
 Scores are computed transposed, as keys [tokens, L] times queries [L, rows], and so is the output,
 as values [L, tokens] times P [tokens, rows]. WGMMA needs M >= 64: transposed, M is tokens or
 latents (always enough) instead of a rank's 16 heads. Keys and values are one tile in shared
-memory, read once for each product (`hopper/tile.py`), while `hopper/copy.py` copies the next one.
+memory, read once for each product while the next one is copied (`hopper/tile.py`).
 """
 
 from typing import Any
@@ -18,10 +18,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper import copy, tile
-from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper import common, tile
+from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
 from mla_fusion.attention.hopper.fits import decode as fits
-from mla_fusion.attention.hopper.work import TILE, Work, read_item
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -31,9 +30,7 @@ __all__ = ["arguments", "fits", "kernel"]
 @gluon.jit
 def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
     """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
-    layout: gl.constexpr = copy.load_layout(
-        target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps()
-    )
+    layout: gl.constexpr = common.load_layout(target.shape[1], target.dtype, gl.num_warps())
     rows = work.first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
@@ -105,9 +102,9 @@ def attend(
         else:
             async_copy.wait_group(0)
         # After the last tile this copies nothing.
-        copy.start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
+        tile.start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
         left = item.end - t * TILE
-        phases = copy.wait_for_tile(buffers, current, phases, left, BULK)
+        phases = tile.wait_for_tile(buffers, current, phases, left, BULK)
         s = tile.scores_of(buffers, current, q_keys, q_ropes, score)
         at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
@@ -184,7 +181,7 @@ def allocate(
         mbarrier.init(arrived.index(1), count=1)
         fence_async_shared()
         barrier()
-    return copy.Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
+    return tile.Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -197,7 +194,7 @@ def decode_kernel(
     rotated, block_rows, fresh,
     FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and those of `hopper.copy.cache_boxes`.
+    """Arguments as `triton.decode_kernel`, and those of `hopper.common.cache_boxes`.
 
     BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, and
     the kernel waits for that one before it reads anything but the plan. With `fresh` not 0 it waits
@@ -231,7 +228,7 @@ def decode_kernel(
         item = read_item(work, number, FORM)
         first = Source(kv_ptr, item.table, block_stride)
         extra = Source(extra_ptr, item.extra_table, extra_block_stride)
-        copies = copy.Copies(first, extra, latents, rotated, block_rows)
+        copies = tile.Copies(first, extra, latents, rotated, block_rows)
         # All that follows, scales too, may be written by the kernel in front.
         gdc.gdc_wait()
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
@@ -246,7 +243,7 @@ def decode_kernel(
         stop = gl.where(has_rows, (item.end + TILE - 1) // TILE, first_tile)
         # A copy without a wait would put its barrier a phase ahead.
         if first_tile < stop:
-            copy.start_copy(buffers, 0, copies, first_tile, item.end, first_end, FORM, BULK)
+            tile.start_copy(buffers, 0, copies, first_tile, item.end, first_end, FORM, BULK)
         query = q_ptr + item.token * q_stride_t
         load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
         query += FORM.L
@@ -280,7 +277,9 @@ def arguments(given: Inputs) -> Launch:
     # steps of fewer sequences at most, which give no other CTA work either.
     few = plan.step is not None and plan.step.batch < plan.rules.half_below
     # The slots of a sparse sequence are scattered rows.
-    bulk = (cache, cache, 0) if given.sparse else copy.cache_boxes(cache, given.widths, TILE.value)
+    bulk = cache, cache, 0
+    if not given.sparse:
+        bulk = common.cache_boxes(cache, given.widths, TILE.value)
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
     boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
     warps = 4 if rows == 16 and boxes == 1 else 8

@@ -15,23 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import (
-    async_load,
-    barrier,
-    load_layout,
-    tile_layout,
-    tma_load,
-)
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.common import async_load, barrier, load_layout, tma_load
 from mla_fusion.attention.hopper.fits import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.fits import product as fits
 from mla_fusion.attention.plan.epilogue import EPSILON as LEAST_SCALE
@@ -61,13 +52,13 @@ def copy_weights(weights, w, arrived, first, DENSE: gl.constexpr):
 @gluon.jit
 def copy_latents(target, pointer, stride_t, left):
     """Copy rows of latents into `target` [rows, L]; zeros from row `left` on."""
-    layout: gl.constexpr = load_layout(target.shape[1], 16, gl.num_warps())
+    layout: gl.constexpr = load_layout(target.shape[1], target.dtype, gl.num_warps())
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     async_load(target, pointer + row[:, None] * stride_t + col[None, :], mask=(row < left)[:, None])
     async_copy.commit_group()
     async_copy.wait_group(0)
-    fence_async_shared()
+    hopper.fence_async_shared()
     barrier()
 
 
@@ -115,7 +106,7 @@ def product_kernel(
     latents = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
     arrived = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(arrived, count=1)
-    fence_async_shared()
+    hopper.fence_async_shared()
     barrier()
     column = gl.program_id(0) * COLUMNS
     head = gl.program_id(1)
@@ -130,8 +121,8 @@ def product_kernel(
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     w_tile = weights if DENSE == "L" else weights.permute((1, 0))
     y = gl.zeros([COLUMNS, ROWS], gl.float32, sums)
-    y = warpgroup_mma(w_tile, latents.permute((1, 0)), y, use_acc=False, is_async=True)
-    y = warpgroup_mma_wait(0, [y])
+    y = hopper.warpgroup_mma(w_tile, latents.permute((1, 0)), y, use_acc=False, is_async=True)
+    y = hopper.warpgroup_mma_wait(0, [y])
     # Eight neighbours a thread.
     stored: gl.constexpr = gl.BlockedLayout(
         [8, 1], [COLUMNS // 8, 256 // COLUMNS], [1, WARPS], [0, 1]
@@ -167,7 +158,7 @@ def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:
     else:
         step, stride, box = head, row, [BOX.value, PRODUCT_COLUMNS]
         shape = [latent, (heads - 1) * step + values]
-    w = TensorDescriptor(w_uv, shape, [stride, 1], box, tile_layout(box[1], 2, 2))
+    w = TensorDescriptor(w_uv, shape, [stride, 1], box, common.tile_layout(box[1], 2, 2))
     return w, step, "L" if row == 1 else "V"
 
 

@@ -21,20 +21,15 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import async_load, barrier, load_layout
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item
 from mla_fusion.attention.hopper.decode import store_item
 from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
-from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
-from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item
 from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -72,15 +67,15 @@ def copy_part(target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: g
 
     Strides are in elements. Entries of slot -1 become zeros.
     """
-    layout: gl.constexpr = load_layout(
-        target.shape[1], target.dtype.primitive_bitwidth, gl.num_warps(), target.shape[0]
+    layout: gl.constexpr = common.load_layout(
+        target.shape[1], target.dtype, gl.num_warps(), target.shape[0]
     )
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     slot = slots.load(gl.SliceLayout(1, layout))
     wanted = slot >= 0
     slot = slot.to(gl.uint32)
     offset = (slot // PAGE).to(gl.int64) * block_stride + (slot % PAGE * ENTRY).to(gl.int64)
-    async_load(target, pointer + offset[:, None] + col[None, :], mask=wanted[:, None])
+    common.async_load(target, pointer + offset[:, None] + col[None, :], mask=wanted[:, None])
 
 
 @gluon.jit
@@ -108,8 +103,8 @@ def load_query(query, q_ptr, work, item, heads, stride_h):
     L: gl.constexpr = 2 * query.even.shape[1]
     ROWS: gl.constexpr = query.rope.shape[0]
     R: gl.constexpr = query.rope.shape[1]
-    wide: gl.constexpr = load_layout(L, 16, gl.num_warps())
-    narrow: gl.constexpr = load_layout(R, 16, gl.num_warps())
+    wide: gl.constexpr = common.load_layout(L, gl.bfloat16, gl.num_warps())
+    narrow: gl.constexpr = common.load_layout(R, gl.bfloat16, gl.num_warps())
     row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     col = gl.arange(0, L, gl.SliceLayout(0, wide))
     head = item.first_head + row
@@ -153,11 +148,11 @@ def product(view, query, zeros, GROUP: gl.constexpr):
     """Start the products [tokens, rows] of the latents of a group, without their scales."""
     PAIRS: gl.constexpr = view.shape[1] // GROUPS
     pairs = view.slice(GROUP * PAIRS, PAIRS, dim=1)
-    even, odd = widen_pairs(pairs.load(gl.DotOperandLayout(0, zeros.type.layout, 2)))
+    even, odd = common.widen_pairs(pairs.load(gl.DotOperandLayout(0, zeros.type.layout, 2)))
     q_even = query.even.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
     q_odd = query.odd.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
-    s = warpgroup_mma(even, q_even, zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(odd, q_odd, s, is_async=True)
+    s = hopper.warpgroup_mma(even, q_even, zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(odd, q_odd, s, is_async=True)
 
 
 @gluon.jit
@@ -169,12 +164,12 @@ def scores_of(view, rope, scale, query, score: gl.constexpr):
     ROWS: gl.constexpr = query.rope.shape[0]
     zeros = gl.zeros([TILE, ROWS], gl.float32, score)
     q_rope = query.rope.permute((1, 0))
-    rotated = warpgroup_mma(rope, q_rope, zeros, use_acc=False, is_async=True)
+    rotated = hopper.warpgroup_mma(rope, q_rope, zeros, use_acc=False, is_async=True)
     a = product(view, query, zeros, 0)
-    rotated, a = warpgroup_mma_wait(0, [rotated, a])
+    rotated, a = hopper.warpgroup_mma_wait(0, [rotated, a])
     s = rotated + a * scale[0][:, None]
     for group in gl.static_range(1, GROUPS):
-        a = warpgroup_mma_wait(0, [product(view, query, zeros, group)])
+        a = hopper.warpgroup_mma_wait(0, [product(view, query, zeros, group)])
         s += a * scale[group][:, None]
     return s
 
@@ -202,12 +197,12 @@ def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
     odd = odd * decay[None, :]
     for j in gl.static_range(TILE // 32):
         pairs = view.slice(32 * j, 32).slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
-        low, high = widen_pairs(pairs.load(gl.DotOperandLayout(0, layout, 2)))
+        low, high = common.widen_pairs(pairs.load(gl.DotOperandLayout(0, layout, 2)))
         part = shared_p.slice(32 * j, 32)
-        acc = warpgroup_mma(low, part, acc, is_async=True)
-        odd = warpgroup_mma(high, part, odd, is_async=True)
+        acc = hopper.warpgroup_mma(low, part, acc, is_async=True)
+        odd = hopper.warpgroup_mma(high, part, odd, is_async=True)
         # The products before these two are done, and give their registers back.
-        acc, odd = warpgroup_mma_wait(2, [acc, odd])
+        acc, odd = hopper.warpgroup_mma_wait(2, [acc, odd])
     return acc, odd
 
 
@@ -233,12 +228,12 @@ def attend(
         async_copy.wait_group(STAGES - 2)
         # All copies of the tile have arrived, and no warp reads the buffer of the one before. The
         # first fence is also that of the query, which no product reads before.
-        fence_async_shared()
+        hopper.fence_async_shared()
         barrier()
         copy_entries(ring, entries, t + STAGES - 1, form.ENTRY, form.PAGE)
         later = load_slots(entries, t + STAGES)
         buffer = t % STAGES
-        view = pairs_of(ring.keys.index(buffer))
+        view = common.pairs_of(ring.keys.index(buffer))
         scale = scales_of(ring.scales.index(buffer), token)
         s = scores_of(view, ring.ropes.index(buffer), scale, query, score)
         seen = ring.slots.index(t % SLOTS).load(token) >= 0
@@ -249,13 +244,13 @@ def attend(
         for i in gl.static_range(GROUPS):
             share = scale[i] * (inverse * LARGEST_P)
             shared_p.index(i).store((p * share[:, None]).to(gl.float16))
-        fence_async_shared()
+        hopper.fence_async_shared()
         # P of all warps is there.
         barrier()
         sums = ()
         for i in gl.static_range(GROUPS):
             sums += add_group(accs[i], odds[i], decay, view, shared_p.index(i), i)
-        sums = warpgroup_mma_wait(0, sums)
+        sums = hopper.warpgroup_mma_wait(0, sums)
         accs, odds = sums[0::2], sums[1::2]
         ring.slots.index((t + STAGES) % SLOTS).store(later)
     return accs, odds, m, l

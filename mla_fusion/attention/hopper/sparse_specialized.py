@@ -15,23 +15,16 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
-from mla_fusion.attention.hopper import warp_specialized_copy as ws
-from mla_fusion.attention.hopper import warp_specialized_rows as rows
-from mla_fusion.attention.hopper.copy import barrier
+from mla_fusion.attention.hopper import warp_specialized_common as ws
+from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item, tiles_of
 from mla_fusion.attention.hopper.fits import sparse_specialized as fits
 from mla_fusion.attention.hopper.sparse_specialized_gather import Scopes, gather
-from mla_fusion.attention.hopper.warp_specialized import new_barriers
-from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, turn_of
-from mla_fusion.attention.hopper.work import TILE, Work, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers, turn_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -52,14 +45,14 @@ def scores_of(query, tiles, buffer, R: gl.constexpr, layout: gl.constexpr):
     keys = tiles.keys.index(buffer)
     s = gl.zeros([ROWS, TILE], gl.float32, layout)
     left = keys.slice(0, HALF, dim=1).permute((1, 0))
-    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
     for part in gl.static_range(2):
         quarter = keys.slice(HALF + part * PART, PART, dim=1).permute((1, 0))
-        s = warpgroup_mma(query.right.index(part), quarter, s, is_async=True)
+        s = hopper.warpgroup_mma(query.right.index(part), quarter, s, is_async=True)
     if R > 0:
         rotated = tiles.ropes.index(buffer).permute((1, 0))
-        s = warpgroup_mma(query.ropes, rotated, s, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
+        s = hopper.warpgroup_mma(query.ropes, rotated, s, is_async=True)
+    s = hopper.warpgroup_mma_wait(0, [s])
     seen = tiles.slots.index(buffer).load(gl.SliceLayout(0, layout)) >= 0
     return gl.where(seen[None, :], s, float("-inf"))
 
@@ -72,14 +65,12 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
-    items = 0
-    done = 0
-    sent = 0
+    items, done, sent = 0, 0, 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
         count = tiles_of(work, item, form)[1]
-        m, l = rows.start_state(row_layout)
+        m, l = ws.start_state(row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
@@ -88,7 +79,7 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
                 buffer, phase = turn_of(done, BUFFERS)
                 mbarrier.wait(tiles.full.index(buffer), phase)
                 s = scores_of(query, tiles, buffer, form.R, scores)
-                s, base, new_m = rows.raised(s, factor, m)
+                s, base, new_m = ws.raised(s, factor, m)
                 decay = gl.exp2(m - base)
                 m = new_m
                 left = tiles.keys.index(buffer).slice(0, HALF, dim=1)
@@ -97,7 +88,7 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
                 )
                 sent += 1
                 # P is in registers, and read until the products end.
-                acc, p, others = warpgroup_mma_wait(0, [sums, p, others])
+                acc, p, others = hopper.warpgroup_mma_wait(0, [sums, p, others])
                 mbarrier.arrive(tiles.free.index(buffer), count=1)
                 done += 1
             mbarrier.arrive(query.free, count=1)
@@ -105,13 +96,13 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
         gdc.gdc_wait()
         sink = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         if form.SINK and item.partial < 0:
-            _, head, real = rows.rows_of(work, item, target, form.HEADS, row_layout)
+            _, head, real = ws.rows_of(work, item, target, form.HEADS, row_layout)
             sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
         lse, inverse = bf16.give_last(m, l, sink, shared, sent)
         sent += 1
-        rows.store_lse(lse, work, item, target, form)
+        ws.store_lse(lse, work, item, target, form)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-        rows.store_part(acc, work, item, target, 0, form)
+        ws.store_part(acc, work, item, target, 0, form)
 
 
 @gluon.jit
@@ -120,8 +111,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
     HALF: gl.constexpr = tiles.keys.shape[2] // 2
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
-    done = 0
-    received = 0
+    done, received = 0, 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
@@ -134,14 +124,14 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
             # Complete already; waiting makes the tile visible here.
             mbarrier.wait(tiles.full.index(buffer), phase)
             right = tiles.keys.index(buffer).slice(HALF, HALF, dim=1)
-            sums = warpgroup_mma(p, right, acc * factors, is_async=True)
-            acc, p = warpgroup_mma_wait(0, [sums, p])
+            sums = hopper.warpgroup_mma(p, right, acc * factors, is_async=True)
+            acc, p = hopper.warpgroup_mma_wait(0, [sums, p])
             mbarrier.arrive(tiles.free.index(buffer), count=1)
             done += 1
         _, inverse = bf16.take(shared, received, output)
         received += 1
         gdc.gdc_wait()
-        rows.store_part(acc * inverse, work, item, target, HALF, form)
+        ws.store_part(acc * inverse, work, item, target, HALF, form)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -196,7 +186,7 @@ def decode_kernel(
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
-    fence_async_shared()
+    hopper.fence_async_shared()
     barrier()
     gl.warp_specialize(
         [

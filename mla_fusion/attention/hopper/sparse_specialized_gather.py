@@ -12,10 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.copy import barrier
-from mla_fusion.attention.hopper.tile import pairs_of
-from mla_fusion.attention.hopper.warp_specialized_copy import copy_query, turn_of
-from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.common import TILE, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper.warp_specialized_common import copy_query, turn_of
 
 UNIT = gl.constexpr(16)  # entries
 QUARTER = gl.constexpr(128)  # latents
@@ -166,7 +165,7 @@ def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.co
     if NUMBER == 3 and form.R == 0:
         col = gl.arange(0, QUARTER // 2, gl.SliceLayout(0, VALUES))[None, :]
         values = gl.where(col < 32, values, unit.wide)
-    part = pairs_of(target).slice(UNIT * U, UNIT)
+    part = common.pairs_of(target).slice(UNIT * U, UNIT)
     part.slice(QUARTER // 2 * NUMBER, QUARTER // 2, dim=1).store(values)
 
 
@@ -178,7 +177,7 @@ def put(tiles, buffer, unit, entries, U: gl.constexpr, form: gl.constexpr):
         put_quarter(tiles.keys.index(buffer), unit, i, U, form)
         quarters += (load_quarter(entries, i, form),)  # type: ignore[assignment]
     if form.R > 0:
-        pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
+        common.pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
     tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(unit.slots)
     return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
 
@@ -188,8 +187,7 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
     """The gathering warps: the query and all tiles of all items, in order."""
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
     PARTS: gl.constexpr = TILE // UNIT
-    items = 0
-    done = 0
+    items, done = 0, 0
     begin, end = items_of(work)
     is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
     for number in range(begin, end):
@@ -223,10 +221,10 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
                 now = soon
                 soon = later
             fence_async_shared()
-            barrier()
+            common.barrier()
             mbarrier.arrive(tiles.full.index(buffer), count=1)
             number += PARTS
             done += 1
-    # The reduction may be launched, and waits: see `warp_specialized_copy.copy`.
+    # The reduction may be launched, and waits: see `warp_specialized_common.copy`.
     if is_short & (begin < end):
         gdc.gdc_launch_dependents()

@@ -1,17 +1,30 @@
-"""The arithmetic of one tile in the decode kernel for Hopper: scores and weighted values.
+"""The tiles of `hopper/decode.py`: how they get into shared memory, and what is computed of them.
 
-The second product reads an fp8 tile as pairs: the two bytes of a 16-bit element are two latents of
-one token. `widen` makes fp16 of either byte, exact except for a factor of 2^-8: it moves the sign,
-and exponent and mantissa, to where fp16 has them. Two other kernels convert both (`widen_pairs`).
+The tensor copy engine (TMA) copies tiles of whole pages; one thread computes the address. All
+threads copy the others, 16 bytes each at a time: over several pages, lists of slots.
+
+The second product reads an fp8 tile as pairs. `widen` makes fp16 of either byte, exact except for a
+factor of 2^-8: it moves the sign, and exponent and mantissa, to where fp16 has them.
 """
+
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.9 renamed it.
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.common import TILE, async_load, pairs_of, tma_load
 
+# What the tiles of a sequence are copied from. first, extra: its scopes; the other is for sparse
+# sequences. latents, rotated, block_rows: as `cache_boxes` returns them.
+Copies = namedtuple("Copies", "first extra latents rotated block_rows")
+
+# Two tiles in shared memory, and a barrier for each, which the copy engine completes. keys: [2,
+# tokens, L]. ropes: [2, tokens, R].
+Buffers = namedtuple("Buffers", "keys ropes arrived")
 
 # PTX that widens a byte of each int16, two at a time: it puts sign and rest in place.
 LOW = gl.constexpr("""{
@@ -27,17 +40,121 @@ HIGH = gl.constexpr("""{
     and.b32 sign, $1, 0x80008000;
     lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
 }""")
-# And both bytes, converted.
-BOTH = gl.constexpr("""{
-    .reg .b32 sorted;
-    .reg .b16 low, high;
-    prmt.b32 sorted, $2, 0, 0x3120;
-    mov.b32 {low, high}, sorted;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
 BF16_PAIR = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 FP16_PAIR = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+
+
+@gluon.jit
+def copy_part(
+    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
+
+    base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
+    `end` on, and those of slot -1, are not read and become zeros.
+    """
+    layout: gl.constexpr = common.load_layout(target.shape[1], target.dtype, gl.num_warps())
+    row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    wanted = row < end - token
+    if ROWS == "one page":
+        offset = row * ENTRY
+    elif ROWS == "pages":
+        at = token + row
+        page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
+        offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
+    else:
+        slot = gl.load(source.table + token + row, mask=wanted, other=-1)
+        wanted = slot >= 0
+        page = (slot // PAGE).to(gl.int64)
+        offset = page * source.block_stride + slot % PAGE * ENTRY
+    pointers = base + offset[:, None] + col[None, :]
+    async_load(target, pointers, mask=wanted[:, None])
+
+
+@gluon.jit
+def copy_tile(
+    buffer, source, tile, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr
+):
+    """Start the copy of tile `tile` of a sequence."""
+    keys, ropes = buffer.keys, buffer.ropes
+    BLOCK_N: gl.constexpr = keys.shape[0]
+    rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
+    token = tile * BLOCK_N
+    base = source.pointer
+    if rows == "one page":
+        # Tiles after the end copy nothing; the first page stands in for theirs.
+        page = gl.load(source.table + gl.where(token < end, token // PAGE, 0))
+        base += page.to(gl.int64) * source.block_stride + token % PAGE * ENTRY
+    copy_part(keys, base, source, token, end, ENTRY, PAGE, rows)
+    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, rows)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def row_of(copies, token, PAGE: gl.constexpr):
+    """The row of the cache that has token `token` of a sequence."""
+    page = gl.load(copies.first.table + token // PAGE)
+    return page * copies.block_rows + token % PAGE
+
+
+@gluon.jit
+def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
+    """Have the copy engine copy BOXES * TILE tokens from `token` on, one box or two."""
+    keys, ropes = buffer.keys, buffer.ropes
+    BITS: gl.constexpr = keys.dtype.primitive_bitwidth
+    mbarrier.expect(buffer.arrived, BOXES * TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
+    row = row_of(copies, token, PAGE)
+    other = row_of(copies, token + TILE, PAGE) if BOXES == 2 else row
+    for box in gl.static_range(BOXES):
+        at = other if box == 1 else row
+        tma_load(copies.latents, [at, 0], buffer.arrived, keys.slice(box * TILE, TILE))
+        target = ropes.slice(box * TILE, TILE)
+        tma_load(copies.rotated, [at, keys.shape[1]], buffer.arrived, target)
+
+
+@gluon.jit
+def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BULK: gl.constexpr):
+    """Start the copy of tile `tile` of a sequence into buffer `at`.
+
+    A sparse sequence has the columns of the first scope, then those of the other. BULK: the copy
+    engine copies, the tokens after an end too, which may be NaN; none where no token is left.
+    """
+    buffer = Buffers(buffers.keys.index(at), buffers.ropes.index(at), buffers.arrived.index(at))
+    BLOCK_N: gl.constexpr = buffer.keys.shape[0]
+    if form.SPARSE:
+        SKIP: gl.constexpr = form.FIRST // BLOCK_N
+        if tile < SKIP:
+            copy_tile(buffer, copies.first, tile, first_end, form.ENTRY, form.PAGE, True)
+        else:
+            copy_tile(
+                buffer, copies.extra, tile - SKIP, end - form.FIRST, form.EXTRA_ENTRY,
+                form.EXTRA_PAGE, True,
+            )  # fmt: skip
+    elif BULK:
+        BOXES: gl.constexpr = BLOCK_N // TILE
+        token = tile * TILE
+        if token + (BOXES - 1) * TILE < end:
+            copy_boxes(buffer, copies, token, BOXES, form.PAGE)
+        elif BOXES == 2 and token < end:
+            copy_boxes(buffer, copies, token, 1, form.PAGE)
+    else:
+        copy_tile(buffer, copies.first, tile, end, form.ENTRY, form.PAGE, False)
+
+
+@gluon.jit
+def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr):
+    """Wait until a tile has arrived, of `left` tokens; return the next phases of both barriers."""
+    if BULK:
+        mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
+        phases ^= 1 << buffer
+        keys = buffers.keys.index(buffer)
+        # P is zero there. Widened fp8 has no NaN.
+        if keys.dtype.primitive_bitwidth == 16 and left < keys.shape[0]:
+            common.clear_rows(keys, left)
+    else:
+        hopper.fence_async_shared()
+    return phases
 
 
 @gluon.jit
@@ -59,41 +176,16 @@ def packed(low, high, TYPE: gl.constexpr):
 
 
 @gluon.jit
-def widen_pairs(pairs):
-    """The low and the high bytes of int16 `pairs`, e4m3, as fp16: exact, and NaN stays NaN."""
-    return gl.inline_asm_elementwise(BOTH, "=r,=r,r", [pairs], (gl.float16, gl.float16), True, 2)
-
-
-@gluon.jit
-def reinterpret(shared, TYPE: gl.constexpr, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as another type or shape."""
-    if RENAMED:
-        view = shared.reinterpret(TYPE, SHAPE, layout)
-    else:
-        view = shared._reinterpret(TYPE, SHAPE, layout)
-    return view
-
-
-@gluon.jit
-def pairs_of(tile):
-    """A tile in shared memory [tokens, columns] as integers of two neighbours."""
-    BITS: gl.constexpr = 2 * tile.dtype.primitive_bitwidth
-    SHAPE: gl.constexpr = [tile.shape[0], tile.shape[1] // 2]
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    return reinterpret(tile, gl.int16 if BITS == 16 else gl.int32, SHAPE, layout)
-
-
-@gluon.jit
 def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
     """Products [tokens, rows] of a tile with the query."""
     key = buffers.keys.index(buffer)
     BLOCK_N: gl.constexpr = key.shape[0]
     ROWS: gl.constexpr = q_keys.shape[0]
     s = gl.zeros([BLOCK_N, ROWS], gl.float32, layout)
-    s = warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
     rope = buffers.ropes.index(buffer)
-    s = warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(0, [s])
+    s = hopper.warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
+    return hopper.warpgroup_mma_wait(0, [s])
 
 
 @gluon.jit
@@ -107,10 +199,10 @@ def add_box(acc, odd, view, p, BOX: gl.constexpr, RUNNING: gl.constexpr):
     for j in gl.static_range(2):
         value = view.slice(64 * BOX + STEP * j, STEP).permute((1, 0)).load(operand)
         part = p.slice(64 * BOX + STEP * j, STEP)
-        acc = warpgroup_mma(widen(value, LOW), part, acc, is_async=True)
-        odd = warpgroup_mma(widen(value, HIGH), part, odd, is_async=True)
-        acc, odd = warpgroup_mma_wait(RUNNING, [acc, odd])
-    return warpgroup_mma_wait(0, [acc, odd])
+        acc = hopper.warpgroup_mma(widen(value, LOW), part, acc, is_async=True)
+        odd = hopper.warpgroup_mma(widen(value, HIGH), part, odd, is_async=True)
+        acc, odd = hopper.warpgroup_mma_wait(RUNNING, [acc, odd])
+    return hopper.warpgroup_mma_wait(0, [acc, odd])
 
 
 @gluon.jit
@@ -126,6 +218,6 @@ def add_values(acc, odd, decay, key, p, left, FP8: gl.constexpr):
         if BOXES == 2 and left > 64:
             acc, odd = add_box(acc, odd, view, p, 1, RUNNING)
     else:
-        acc = warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = hopper.warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, [acc])
     return acc, odd

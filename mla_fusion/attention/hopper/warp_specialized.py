@@ -28,29 +28,19 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
-from mla_fusion.attention.hopper import warp_specialized_copy as ws
+from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
-from mla_fusion.attention.hopper.copy import barrier, cache_boxes
+from mla_fusion.attention.hopper.common import TILE, Work, barrier, cache_boxes
 from mla_fusion.attention.hopper.fits import warp_specialized as fits
-from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS
-from mla_fusion.attention.hopper.work import TILE, Work
+from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 __all__ = ["arguments", "fits", "kernel"]
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Barriers that so many arrivals complete."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -151,10 +141,11 @@ kernel: Any = decode_kernel
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with (also for compiling without a GPU)."""
+    latent, rotated = given.widths
     args = (
         given.block_table, *given.results, *given.scales, *given.strides[2:],
-        *ws.query_boxes(given.q, given.widths[0], given.plan.layout.per_work),
-        *cache_boxes(given.kv_cache, ws.columns_of(*given.widths), TILE.value),
+        *ws.query_boxes(given.q, latent, given.plan.layout.per_work),
+        *cache_boxes(given.kv_cache, (latent // 2, latent // 4, rotated), TILE.value),
         int(given.plan.fresh),
     )  # fmt: skip
     options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}

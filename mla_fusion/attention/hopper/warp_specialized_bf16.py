@@ -2,17 +2,14 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper import warp_specialized_rows as rows
-from mla_fusion.attention.hopper.copy import barrier, clear_rows
-from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, turn_of
-from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper import warp_specialized_common as ws
+from mla_fusion.attention.hopper.common import TILE, barrier, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, turn_of
 
 
 @gluon.jit
@@ -33,7 +30,7 @@ def give(shared, first, others, factors, sent):
 @gluon.jit
 def give_last(m, l, sink, shared, sent):
     """Give what all sums are multiplied by, as number `sent`; the LSE of each row, and that."""
-    lse, inverse = rows.result_of(m, l, sink)
+    lse, inverse = ws.result_of(m, l, sink)
     mbarrier.wait(shared.free, (sent & 1) ^ 1)
     shared.factors.store(inverse)
     barrier()
@@ -65,17 +62,17 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     # Registers that a thread has already: the scores of the first 32 tokens, and of the others.
     first, others = gl.split(s.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
     first, others = gl.convert_layout(first, part), gl.convert_layout(others, part)
-    p = rows.p_of(first, base, factor)
-    l = rows.decayed(l, decay) + rows.sums_of(p)
+    p = ws.p_of(first, base, factor)
+    l = ws.decayed(l, decay) + ws.sums_of(p)
     first = p.to(TYPE)
     first_p = gl.convert_layout(first, operand)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    acc = warpgroup_mma(first_p, left.slice(0, HALF), acc, is_async=True)
-    p = rows.p_of(others, base, factor)
-    l += rows.sums_of(p)
+    acc = hopper.warpgroup_mma(first_p, left.slice(0, HALF), acc, is_async=True)
+    p = ws.p_of(others, base, factor)
+    l += ws.sums_of(p)
     others = p.to(TYPE)
     other_p = gl.convert_layout(others, operand)
-    acc = warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
+    acc = hopper.warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
     give(shared, first, others, decay, sent)
     return acc, l, first_p, other_p
 
@@ -87,7 +84,7 @@ def start_rotated(query, tiles, done, layout: gl.constexpr):
     mbarrier.wait(tiles.left_full.index(buffer), phase)
     s = gl.zeros([ROWS, TILE], gl.float32, layout)
     rotated = tiles.ropes.index(buffer).permute((1, 0))
-    return warpgroup_mma(query.ropes, rotated, s, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(query.ropes, rotated, s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -95,7 +92,7 @@ def add_left(s, query, tiles, done):
     """Start the product with the left half, behind `start_rotated`."""
     buffer, _ = turn_of(done, tiles.left.shape[0])
     left = tiles.left.index(buffer).permute((1, 0))
-    return warpgroup_mma(query.left, left, s, is_async=True)
+    return hopper.warpgroup_mma(query.left, left, s, is_async=True)
 
 
 @gluon.jit
@@ -106,15 +103,13 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
-    items = 0
-    done = 0
-    sent = 0
+    items, done, sent = 0, 0, 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
         first, count = tiles_of(work, item, form)
-        limit = rows.last_visible(work, item, form.HEADS, row_layout)
-        m, l = rows.start_state(row_layout)
+        limit = ws.last_visible(work, item, form.HEADS, row_layout)
+        m, l = ws.start_state(row_layout)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
@@ -124,18 +119,18 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
             for t in range(first, first + count):
                 left = tiles.left.index(buffer)
                 started = add_left(started, query, tiles, done)
-                started = rows.add_quarters(started, query, tiles, done)
+                started = ws.add_quarters(started, query, tiles, done)
                 mbarrier.arrive(scored, count=1)
                 # Here, under these products: the compiler puts one behind each arrival, else in
                 # front of the left half's first product.
                 barrier()
-                s = warpgroup_mma_wait(0, [started])
-                s, base, new_m = rows.see(s, t * TILE, item, limit, factor, m)
+                s = hopper.warpgroup_mma_wait(0, [started])
+                s, base, new_m = ws.see(s, t * TILE, item, limit, factor, m)
                 decay = gl.exp2(m - base)
                 m = new_m
                 over = item.end - t * TILE
                 if over < TILE:
-                    clear_rows(left, over)
+                    common.clear_rows(left, over)
                 sums, l, p, others = multiply_left(
                     s, base, decay, factor, acc, l, left, shared, sent
                 )
@@ -146,12 +141,12 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
                 more = t + 1 < first + count
                 started = start_rotated(query, tiles, gl.where(more, done + 1, done), scores)
                 # P is in registers, and read until the products end.
-                acc, p, others = warpgroup_mma_wait(1, [sums, p, others])
+                acc, p, others = hopper.warpgroup_mma_wait(1, [sums, p, others])
                 if more:
                     mbarrier.arrive(tiles.left_free.index(buffer), count=1)
                     done += 1
                     buffer, _ = turn_of(done, BUFFERS)
-            _ = warpgroup_mma_wait(0, [started])
+            _ = hopper.warpgroup_mma_wait(0, [started])
             mbarrier.arrive(tiles.left_free.index(buffer), count=1)
             done += 1
             mbarrier.arrive(query.free, count=1)
@@ -159,9 +154,9 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
         sent += 1
         # The kernel in front may still read what is written here.
         gdc.gdc_wait()
-        rows.store_lse(lse, work, item, target, form)
+        ws.store_lse(lse, work, item, target, form)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-        rows.store_part(acc, work, item, target, 0, form)
+        ws.store_part(acc, work, item, target, 0, form)
 
 
 @gluon.jit
@@ -170,8 +165,7 @@ def multiply(work, tiles, shared, scored, target, form: gl.constexpr):
     PART: gl.constexpr = tiles.right.shape[2]
     BUFFERS: gl.constexpr = tiles.left.shape[0]
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    done = 0
-    received = 0
+    done, received = 0, 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
@@ -188,12 +182,12 @@ def multiply(work, tiles, shared, scored, target, form: gl.constexpr):
             mbarrier.wait(tiles.right_full.index(quarter + 1), phase)
             over = item.end - t * TILE
             if over < TILE:
-                clear_rows(tiles.right.index(quarter), over)
-                clear_rows(tiles.right.index(quarter + 1), over)
+                common.clear_rows(tiles.right.index(quarter), over)
+                common.clear_rows(tiles.right.index(quarter + 1), over)
             third = third * factors
-            sums = warpgroup_mma(p, tiles.right.index(quarter), third, is_async=True)
+            sums = hopper.warpgroup_mma(p, tiles.right.index(quarter), third, is_async=True)
             # P is in registers, and read until the last product ends.
-            third, p = warpgroup_mma_wait(0, [sums, p])
+            third, p = hopper.warpgroup_mma_wait(0, [sums, p])
             mbarrier.arrive(tiles.right_free.index(quarter), count=1)
             # Not beside the third quarter's product: Triton 3.6's assembler then waits for it.
             fourth = fourth * factors
@@ -201,12 +195,12 @@ def multiply(work, tiles, shared, scored, target, form: gl.constexpr):
                 # The fourth quarter's product is not in front of the next scores, but under the
                 # softmax behind them.
                 mbarrier.wait(scored, (done + 1) & 1)
-            last = warpgroup_mma(p, tiles.right.index(quarter + 1), fourth, is_async=True)
-            fourth, p = warpgroup_mma_wait(0, [last, p])
+            last = hopper.warpgroup_mma(p, tiles.right.index(quarter + 1), fourth, is_async=True)
+            fourth, p = hopper.warpgroup_mma_wait(0, [last, p])
             mbarrier.arrive(tiles.right_free.index(quarter + 1), count=1)
             done += 1
         _, inverse = take(shared, received, output)
         received += 1
         gdc.gdc_wait()
-        rows.store_part(third * inverse, work, item, target, 2 * PART, form)
-        rows.store_part(fourth * inverse, work, item, target, 3 * PART, form)
+        ws.store_part(third * inverse, work, item, target, 2 * PART, form)
+        ws.store_part(fourth * inverse, work, item, target, 3 * PART, form)

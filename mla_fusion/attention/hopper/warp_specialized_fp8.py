@@ -1,7 +1,7 @@
 """Who computes what in the warp-specialized decode kernel for Hopper when query and cache are fp8.
 
 The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
-registers (`hopper.tile.widen_pairs`), as the left operand, because an e4m3 product cannot read them
+registers (`widen_pairs`), as the left operand, because an e4m3 product cannot read them
 as they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each,
 and a single warp asks for the tiles, four of which fit. The products of a tile's scores run under
 the softmax of the tile before, and P lies twice in shared memory.
@@ -14,20 +14,15 @@ that are not fenced.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper import warp_specialized_rows as rows
-from mla_fusion.attention.hopper.copy import barrier, clear_rows
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper import warp_specialized_common as ws
+from mla_fusion.attention.hopper.common import TILE, barrier, items_of, read_item, tiles_of
 from mla_fusion.attention.hopper.decode import read_scales
-from mla_fusion.attention.hopper.tile import pairs_of, widen_pairs
-from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, WARPS, Probabilities, turn_of
-from mla_fusion.attention.hopper.work import TILE, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, turn_of
 
 # The least normal number. Scales of zero would make scores of -inf, which no row sees, NaN.
 LEAST = gl.constexpr(2.0**-126)
@@ -40,11 +35,8 @@ SLACK = gl.constexpr(8)
 def slot_of(shared, number):
     """The slot of the P that is sent as number `number`, and the phase of its barriers."""
     at, phase = turn_of(number, shared.p.shape[0])
-    slot = Probabilities(
-        shared.p.index(at), shared.factors.index(at), shared.full.index(at),
-        shared.free.index(at),
-    )  # fmt: skip
-    return slot, phase
+    p, factors, full, free = shared
+    return ws.Probabilities(p.index(at), factors.index(at), full.index(at), free.index(at)), phase
 
 
 @gluon.jit
@@ -54,7 +46,7 @@ def send(shared, p, factors, sent):
     mbarrier.wait(slot.free, phase ^ 1)
     slot.p.store(p.to(slot.p.dtype))
     slot.factors.store(factors)
-    fence_async_shared()
+    hopper.fence_async_shared()
     barrier()
     mbarrier.arrive(slot.full, count=1)
 
@@ -62,11 +54,11 @@ def send(shared, p, factors, sent):
 @gluon.jit
 def softmax_step(s, token, item, limit, factor, m, l):
     """One step of the online softmax over a tile from `token` on: P, decay, new state."""
-    s, base, new_m = rows.see(s, token, item, limit, factor, m, SLACK)
-    p = rows.p_of(s, base, factor)
+    s, base, new_m = ws.see(s, token, item, limit, factor, m, SLACK)
+    p = ws.p_of(s, base, factor)
     decay = gl.exp2(m - base)
-    sums = rows.sums_of(p)
-    return p, decay, new_m, rows.decayed(l, decay) + sums
+    sums = ws.sums_of(p)
+    return p, decay, new_m, ws.decayed(l, decay) + sums
 
 
 @gluon.jit
@@ -76,9 +68,10 @@ def all_scores(query, tiles, done, layout: gl.constexpr):
     mbarrier.wait(tiles.left_full.index(buffer), phase)
     s = gl.zeros([ROWS, TILE], gl.float32, layout)
     left = tiles.left.index(buffer).permute((1, 0))
-    s = warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
-    s = warpgroup_mma(query.ropes, tiles.ropes.index(buffer).permute((1, 0)), s, is_async=True)
-    return rows.add_quarters(s, query, tiles, done)
+    s = hopper.warpgroup_mma(query.left, left, s, use_acc=False, is_async=True)
+    rope = tiles.ropes.index(buffer).permute((1, 0))
+    s = hopper.warpgroup_mma(query.ropes, rope, s, is_async=True)
+    return ws.add_quarters(s, query, tiles, done)
 
 
 @gluon.jit
@@ -90,21 +83,19 @@ def score(
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
     # The kernel in front may write the scales, and still read what is written here.
     gdc.gdc_wait()
-    items = 0
-    done = 0
-    sent = 0
+    items, done, sent = 0, 0, 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
         first, count = tiles_of(work, item, form)
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
         factor = gl.where(factor == 0.0, LEAST, factor)
-        limit = rows.last_visible(work, item, form.HEADS, row_layout)
-        m, l = rows.start_state(row_layout)
+        limit = ws.last_visible(work, item, form.HEADS, row_layout)
+        m, l = ws.start_state(row_layout)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
-            s = warpgroup_mma_wait(0, [all_scores(query, tiles, done, scores)])
+            s = hopper.warpgroup_mma_wait(0, [all_scores(query, tiles, done, scores)])
             done += 1
             last = (first + count - 1) * TILE
             for token in range(first * TILE, last, TILE):
@@ -112,7 +103,7 @@ def score(
                 p, decay, m, l = softmax_step(s, token, item, limit, factor, m, l)
                 send(shared, p, decay, sent)
                 sent += 1
-                s = warpgroup_mma_wait(0, [started])
+                s = hopper.warpgroup_mma_wait(0, [started])
                 done += 1
             # No warp reads the query any more.
             barrier()
@@ -120,14 +111,14 @@ def score(
             p, decay, m, l = softmax_step(s, last, item, limit, factor, m, l)
             send(shared, p, decay, sent)
             sent += 1
-        lse, inverse = rows.result_of(m, l)
+        lse, inverse = ws.result_of(m, l)
         slot, phase = slot_of(shared, sent)
         mbarrier.wait(slot.free, phase ^ 1)
         slot.factors.store(inverse * value_scale)
         barrier()
         mbarrier.arrive(slot.full, count=1)
         sent += 1
-        rows.store_lse(lse, work, item, target, form)
+        ws.store_lse(lse, work, item, target, form)
 
 
 @gluon.jit
@@ -141,9 +132,9 @@ def read_quarter(tiles, at, NUMBER: gl.constexpr, RIGHT: gl.constexpr, layout: g
     """A quarter of the tile in buffer `at`, in registers: pairs of latents by tokens."""
     PAIRS: gl.constexpr = tiles.right.shape[2] // 2
     if RIGHT:
-        view = pairs_of(tiles.right.index(2 * at + NUMBER))
+        view = common.pairs_of(tiles.right.index(2 * at + NUMBER))
     else:
-        view = pairs_of(tiles.left.index(at)).slice(NUMBER * PAIRS, PAIRS, dim=1)
+        view = common.pairs_of(tiles.left.index(at)).slice(NUMBER * PAIRS, PAIRS, dim=1)
     return view.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
 
 
@@ -158,8 +149,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
     row_layout: gl.constexpr = gl.SliceLayout(0, output)
     # The kernel in front may still read what is written here. The first tile waits for it too.
     gdc.gdc_wait()
-    done = 0
-    received = 0
+    done, received = 0, 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
@@ -184,7 +174,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
                 # it. The fence in front of its release is before the next copy.
                 parts = of_half(tiles.left, tiles.right, at, RIGHT)
                 for i in gl.static_range(len(parts)):
-                    clear_rows(pairs_of(parts[i]), over)
+                    common.clear_rows(common.pairs_of(parts[i]), over)
             pairs = read_quarter(tiles, at, 0, RIGHT, output)
             # Each warp has the factors of all rows, so all warps agree. No factor is above 1.
             if gl.min(factors, 0) < 1.0:
@@ -192,20 +182,21 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
                 odd = odd * factors[None, :]
                 next_even = next_even * factors[None, :]
                 next_odd = next_odd * factors[None, :]
-            low, high = widen_pairs(pairs)
-            even = warpgroup_mma(low, p, even, is_async=True)
-            odd = warpgroup_mma(high, p, odd, is_async=True)
+            low, high = common.widen_pairs(pairs)
+            even = hopper.warpgroup_mma(low, p, even, is_async=True)
+            odd = hopper.warpgroup_mma(high, p, odd, is_async=True)
             pairs = read_quarter(tiles, at, 1, RIGHT, output)
             # Values in registers are read until their product ends.
-            even, low = warpgroup_mma_wait(1, [even, low])
-            low, next_high = widen_pairs(pairs)
-            next_even = warpgroup_mma(low, p, next_even, is_async=True)
-            odd, high = warpgroup_mma_wait(1, [odd, high])
+            even, low = hopper.warpgroup_mma_wait(1, [even, low])
+            low, next_high = common.widen_pairs(pairs)
+            next_even = hopper.warpgroup_mma(low, p, next_even, is_async=True)
+            odd, high = hopper.warpgroup_mma_wait(1, [odd, high])
             high = next_high
-            next_odd = warpgroup_mma(high, p, next_odd, is_async=True)
-            next_even, next_odd, low, high = warpgroup_mma_wait(0, [next_even, next_odd, low, high])
+            next_odd = hopper.warpgroup_mma(high, p, next_odd, is_async=True)
+            held = [next_even, next_odd, low, high]
+            next_even, next_odd, low, high = hopper.warpgroup_mma_wait(0, held)
             # Not among products under way: there a fence crashes the assembler of Triton 3.6.
-            fence_async_shared()
+            hopper.fence_async_shared()
             barrier()
             free = of_half(tiles.left_free, tiles.right_free, at, RIGHT)
             for i in gl.static_range(len(free)):
@@ -220,6 +211,6 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
         mbarrier.arrive(slot.free, count=1)
         received += 1
         even, odd = even * factors, odd * factors
-        rows.store_pairs(even, odd, work, item, target, FIRST, form)
+        ws.store_pairs(even, odd, work, item, target, FIRST, form)
         even, odd = next_even * factors, next_odd * factors
-        rows.store_pairs(even, odd, work, item, target, FIRST + PART, form)
+        ws.store_pairs(even, odd, work, item, target, FIRST + PART, form)

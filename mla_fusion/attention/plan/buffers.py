@@ -24,11 +24,17 @@ AITER_BUFFERS = (
 PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh writes
 
 
+def check(name: str, ok: bool, want: str, got: object) -> None:
+    """Raise ValueError unless `ok`, with what a tensor is, but none of its values."""
+    if not ok:
+        if isinstance(got, torch.Tensor):
+            got = f"{got.dtype} {tuple(got.shape)} on {got.device}"
+        raise ValueError(f"{name} must be {want}, got {got}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a plan depends on besides lengths, as in `Settings`; fold: head blocks of a sequence,
-    max_split_per_batch: of each of them.
-    """
+    """What a plan depends on besides lengths, as in `Settings`; fold: head blocks of a sequence."""
 
     ctas: int
     fold: int
@@ -55,8 +61,8 @@ class Rules:
     def partial_map_size(self, max_batch: int) -> int:
         """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
         tiles, cap = max_batch * self.fold, self.max_split_per_batch
-        size = self.max_partials(max_batch)
-        return size if cap <= 0 else max(size, tiles + min(self.ctas, cap * tiles))
+        with_cap = tiles + min(self.ctas, cap * tiles) if cap > 0 else 0
+        return max(self.max_partials(max_batch), with_cap)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ class Settings:
     Attributes:
         max_batch, max_query_len: most sequences, and query rows of each.
         num_heads: of this rank.
-        ctas: of the kernel; by default as many as the device has SMs.
+        ctas: by default as many as the device has SMs.
         heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
         max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
             block), shared by all of them.
@@ -78,9 +84,6 @@ class Settings:
         half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
         v_head_dim: width of the output, kv_lora_rank.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     max_batch: int
@@ -101,26 +104,26 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
-        at_least_0 = "half_below", "max_split_per_batch"  # the latter with a rule of its own
+        cap, others = self.max_split_per_batch, ("half_below", "max_split_per_batch")
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < 1 and name not in at_least_0:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            ok = name in others or not isinstance(value, int) or value >= 1
+            check(name, ok, "at least 1", value)
+        check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)
+        known = self.planner in ("portable", "aiter")
+        check("planner", known, '"portable" or "aiter"', self.planner)
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
             raise ValueError(
                 f"{self.max_batch} sequences of {self.max_kv_len} KV tokens are {tokens}, and a "
                 f"plan counts them in 32 bits: {MOST_TOKENS} at most; lower max_batch (vLLM: "
                 "max_num_seqs) or max_kv_len (max_model_len)"
             )
-        cap = self.max_split_per_batch
-        if cap < 1 and cap != -1:
-            raise ValueError(f"max_split_per_batch must be -1 (no cap) or at least 1, got {cap}")
 
     def rules(self, fold: int) -> Rules:
         """The rules for sequences of `fold` head blocks; ValueError without a default of `ctas`."""
         ctas = sm_count(self.device) if self.ctas is None else self.ctas
         overhead = OVERHEAD if self.overhead is None else self.overhead
-        cap, below = self.max_split_per_batch, self.half_below
-        return Rules(ctas, fold, self.kv_granularity, overhead, cap, below)
+        more = self.max_split_per_batch, self.half_below
+        return Rules(ctas, fold, self.kv_granularity, overhead, *more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +143,16 @@ class Companions:
     in front of them any. N = max_batch * max_query_len query rows become M >= N of AITER's.
     Addresses are fixed, but for `expanded` without `entries`. A refresh writes `even` to `blind`.
 
-    Attributes:
-        buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
-        last_page_lens: [max_batch] int32, ones: a page holds one token.
-        counting: [M + 1] int32, from 0.
-        even: [max_batch + 1] int32, AITER's first row of each sequence.
-        source: [M] int32, the query row of each of AITER's rows, or any where it has none.
-        target: [N] int32, AITER's row of each query row.
-        written, blind: [N] bool, the row belongs to a sequence; it sees no key.
-        entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
-            without max_kv_len. listed: the same of a step, at an address of the caller's.
-        captured: whether a CUDA graph recorded the last refresh.
-        expanded: (key, cache entries) that the decodes of a step share.
+    buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
+    last_page_lens: [max_batch] int32, ones: a page holds one token. counting: [M + 1], from 0.
+    even: [max_batch + 1] int32, AITER's first row of each sequence.
+    source: [M] int32, the query row of each of AITER's rows, or any where it has none.
+    target: [N] int32, AITER's row of each query row.
+    written, blind: [N] bool, the row belongs to a sequence; it sees no key.
+    entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
+        without max_kv_len. listed: the same of a step, at an address of the caller's.
+    captured: whether a CUDA graph recorded the last refresh.
+    expanded: (key, cache entries) that the decodes of a step share.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -169,8 +170,7 @@ class Companions:
 
     def check(self, plan: PlanBuffers) -> None:
         """Raise ValueError unless `plan` still has the buffers it was allocated with."""
-        replaced = [name for name, own in self.buffers.items() if getattr(plan, name) is not own]
-        if replaced:
+        if replaced := [n for n, own in self.buffers.items() if getattr(plan, n) is not own]:
             raise ValueError(
                 "AITER takes the six buffers that it sized for the plan, or none; "
                 f"{', '.join(replaced)} is another tensor: allocate a new plan"
@@ -182,7 +182,8 @@ class PlanBuffers:
     """The buffers of a persistent decode and the step they were refreshed for.
 
     W CTAs, B = max_batch * fold tiles (a tile is one head block of one sequence), room for N work
-    items and P splits (`Rules`):
+    items and P splits (`Rules`). The first six have AITER's names, shapes and meaning
+    (`get_mla_metadata_v1`, page size 1):
 
     work_metadata_ptrs: [2] uint64, the addresses of work_indptr and work_info_set.
     work_indptr: [W + 1] int32; CTA w executes the items work_indptr[w] ... [w + 1] - 1.
@@ -199,22 +200,19 @@ class PlanBuffers:
     reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
         none if it was not split; constant after the last sequence.
     reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.
-    reduce_partial_map: [P or more] int32, the first partial row of each split.
+    reduce_partial_map: [P or more] int32, the first partial row of each split; max_query_len apart.
     qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
     partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: row r of a
         split and its natural-log LSE, normalized within the split; the LSE is -inf if the row
         sees no key of the split.
     planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device.
 
-    If the plan is AITER's, the last three are empty: its decode has workspaces of its own, and no
-    epilogue. fresh: no decode was launched since the last refresh, so the next one may directly
-    follow the kernel that writes the plan. aiter: None if the plan is portable.
+    If the plan is AITER's, the last three are empty: its decode has workspaces of its own. fresh:
+    no decode was launched since the last refresh, so the next one may directly follow the kernel
+    that writes the plan. aiter: None if the plan is portable.
 
-    The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more tokens follow
-    it, so inside a work item token k of the concatenation iff
-    k < kv_end + kv_offset - (n - 1 - i).
-
-    The first six have AITER's names, shapes and meaning (`get_mla_metadata_v1`, page size 1).
+    The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more follow it, so in
+    a work item token k of the concatenation iff k < kv_end + kv_offset - (n - 1 - i).
     """
 
     work_metadata_ptrs: torch.Tensor

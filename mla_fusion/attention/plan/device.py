@@ -17,11 +17,7 @@ def triton_version() -> tuple[int, int]:
 
 
 def sm_count(device: torch.device | str) -> int:
-    """SMs of a device, compute units on AMD: the default number of CTAs.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """SMs of a device, compute units on AMD: the default number of CTAs; ValueError without any."""
     if torch.device(device).type != "cuda":
         raise ValueError(f"ctas must be given on {device}: it has no SMs")
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row. Of each
-# query row of the CTA: head, token, and whether it is real, none of padding.
+# query row of the CTA: head, token, and whether it is no padding.
 Item = namedtuple("Item", "sequence partial count head real token begin end after")
 
 # A cache and the row of its table for one sequence: blocks, or slots; strides in elements.

@@ -7,10 +7,10 @@ with groups of 128 and fp32 scales, which DeepGEMM wants rounded to powers of tw
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 
+from mla_fusion.attention.plan.buffers import check
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 GROUP = 128  # columns that share a scale
@@ -63,17 +63,14 @@ class Epilogue:
         """Of a token and of a group, in elements; 0 without scales of groups."""
         return (0, 0) if self.scale is None or self.scale.dim() == 1 else self.scale.stride()
 
-    def validate(
-        self, tokens: int, heads: int, latent: int, check: Callable[[str, bool, str, object], None]
-    ) -> dict[str, torch.Tensor]:
-        """Call `check(name, holds, wanted, got)` for each rule; returns the tensors by name."""
+    def validate(self, tokens: int, heads: int, latent: int) -> dict[str, torch.Tensor]:
+        """Raise ValueError unless it is as above; else the tensors by name."""
         w, out, scale = self.w_uv, self.out, self.scale
-        ok = w.dim() == 3 and w.shape[:2] == (heads, latent)
-        check("w_uv", ok, f"[{heads}, {latent}, V]", tuple(w.shape))
+        check("w_uv", w.dim() == 3 and w.shape[:2] == (heads, latent), f"[{heads}, {latent}, V]", w)
         check("w_uv", w.dtype in (torch.bfloat16, torch.float16), "bf16 or fp16", w.dtype)
         check("w_uv", 1 in w.stride()[1:], "dense in L or in V", w.stride())
         width = heads * w.shape[2]
-        check("epilogue.out", out.shape == (tokens, width), f"[{tokens}, {width}]", out.shape)
+        check("epilogue.out", out.shape == (tokens, width), f"[{tokens}, {width}]", out)
         check("epilogue.out", out.stride(1) == 1, "dense in its last dimension", out.stride())
         rounded = not self.ue8m0 or (scale is not None and scale.dim() == 2)
         check("epilogue.ue8m0", rounded, "False without scales of groups", self.ue8m0)
@@ -83,7 +80,6 @@ class Epilogue:
             return tensors
         check("epilogue.out", out.dtype in FP8_DTYPES, "fp8 (e4m3) with a scale", out.dtype)
         check("epilogue.scale", scale.dtype == torch.float32, "fp32", scale.dtype)
-        groups = (tokens, width // GROUP)
-        ok = scale.shape == (1,) or (width % GROUP == 0 and scale.shape == groups)
-        check("epilogue.scale", ok, f"[1], or [{tokens}, {width} / {GROUP}]", tuple(scale.shape))
+        ok = scale.shape == (1,) or (width % GROUP == 0 and scale.shape == (tokens, width // GROUP))
+        check("epilogue.scale", ok, f"[1], or [{tokens}, {width} / {GROUP}]", scale)
         return tensors | {"epilogue.scale": scale}

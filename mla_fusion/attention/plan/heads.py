@@ -1,8 +1,4 @@
-"""The heads of a work item: the one place that pads and folds them, for plan, query and launch.
-
-Heads that one work item cannot hold are folded into the batch, as AITER does: a sequence becomes
-`fold` sequences of `per_work` heads each.
-"""
+"""The heads of a work item: those that it cannot hold are folded into the batch, as AITER does."""
 
 import dataclasses
 
@@ -12,11 +8,10 @@ MAX_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
-    """`heads` of the query, padded to `padded`, in blocks of `per_work`: head block f of a sequence
-    holds the heads f * per_work ... (f + 1) * per_work - 1; those from `heads` on are padding.
+    """Heads of the query, padded to `padded`, in blocks of `per_work`: a sequence becomes `fold`
+    sequences, head block f with the heads f * per_work ... (f + 1) * per_work - 1.
     """
 
-    heads: int
     padded: int
     per_work: int
 
@@ -30,29 +25,25 @@ def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadL
     """The layout of the portable kernel, for sequences of up to `max_query_len` query rows.
 
     Heads are padded to a multiple of 16, the height of a matrix instruction; up to 8 of several
-    query rows to 8, so that two rows fill it. Unless `per_work` says otherwise, a work item holds
-    them all if they are 64 at most, else the largest block of 64, 32 or 16 that divides them; and
-    fewer where its tile would exceed `MAX_ROWS`.
-
-    Raises:
-        ValueError: `per_work` is not a positive multiple of 16.
+    query rows to 8, so that two rows fill it. Unless `per_work`, a multiple of 16, says otherwise,
+    a work item holds them all if they are 64 at most, else the largest block of 64, 32 or 16 that
+    divides them; and fewer where its tile would exceed `MAX_ROWS`.
     """
     padded = 8 if heads <= 8 and max_query_len > 1 else -(-heads // 16) * 16
     if per_work is not None:
         if per_work < 16 or per_work % 16:
             raise ValueError(f"heads_per_work must be a multiple of 16, got {per_work}")
-        return HeadLayout(heads, -(-heads // per_work) * per_work, per_work)
+        return HeadLayout(-(-heads // per_work) * per_work, per_work)
     blocks = (min(padded, 64), 32, 16)
     fits = (n for n in blocks if padded % n == 0 and n * max_query_len <= MAX_ROWS)
-    return HeadLayout(heads, padded, next(fits, min(padded, 16)))
+    return HeadLayout(padded, next(fits, min(padded, 16)))
 
 
 def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLayout:
     """The layout of AITER's persistent kernel for a `kind` of `selection.aiter_verdict`.
 
     Heads are padded to a multiple of 16. Kernels for more than 16 are few; other counts are
-    folded to 16, except for a bf16 query over an fp8 cache. Source: ROCm/aiter, the native head
-    counts of its planner at v0.1.20.
+    folded to 16. Source: ROCm/aiter, the native head counts of its planner at v0.1.20.
     """
     padded = -(-heads // 16) * 16
     native = padded == 16 or {
@@ -61,4 +52,4 @@ def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLa
         ("gfx950", "bf16"): True,
         (arch, "bf16 over fp8"): True,
     }.get((arch, kind), False)
-    return HeadLayout(heads, padded, padded if native else 16)
+    return HeadLayout(padded, padded if native else 16)

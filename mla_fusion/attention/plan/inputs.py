@@ -6,22 +6,19 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.plan.buffers import PlanBuffers
+from mla_fusion.attention.plan.buffers import PlanBuffers, check
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 # Of one launch: the grid, positional arguments and keywords.
-Launch = tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]
+Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """Where the keys are: a cache [blocks, page_size, L + R] and, for each sequence, a row of
-    `table` [B, n] int32: its blocks in order. In sparse decode its slots, -1 for none, and with a
-    layout the cache is uint8 [blocks, page_size, layout.bytes].
-    """
+    """A cache, and of each sequence a row of `table`: its blocks, or in sparse decode slots."""
 
     kv_cache: torch.Tensor
     table: torch.Tensor
@@ -30,10 +27,8 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """What sparse decode adds: see `triton.decode_kernel`.
-
-    extra: the scope after the first one; lens: [B] int32, how many of the first scope's `first`
-    columns count; sink: [H] fp32 or None.
+    """What sparse decode adds. extra: the scope after the first one; lens: [B] int32, how many of
+    the first scope's `first` columns count; sink: [H] fp32 or None.
     """
 
     extra: Scope
@@ -68,9 +63,8 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated; the
-    layout of a byte cache, whose entries have scales of their own; and sparse decode's.
-    """
+    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated, and
+    those of a sparse decode."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -102,7 +96,6 @@ class Inputs:
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """That of sparse decode."""
         return None if self.sparse is None else self.sparse.sink
 
     @property
@@ -116,13 +109,13 @@ class Inputs:
 
     @property
     def scales(self) -> tuple[Any, ...]:
-        """The scales of query and cache, that of the scores, and the heads, in this order."""
+        """The scales of query and cache, that of the scores, and the heads."""
         both = self.or_unused(self.q_scale), self.or_unused(self.kv_scale)
         return *both, float(self.softmax_scale), self.q.shape[1]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of query, output and table, in this order."""
+        """Of query, output and table."""
         return *self.q.stride()[:2], *self.out.stride()[:2], self.block_table.stride(0)
 
     @property
@@ -150,7 +143,6 @@ class Inputs:
 
     @property
     def form(self) -> Form:
-        """What its kernel is compiled for."""
         latent, rope = self.widths
         cache, sparse = self.kv_cache, self.sparse
         extra = cache if sparse is None else sparse.extra.kv_cache
@@ -164,63 +156,46 @@ class Inputs:
 
 
 def validate(given: Inputs) -> None:
-    """Raise ValueError unless the arguments of `persistent_mla_decode` fit each other.
-
-    Nothing here reads a value from the device: block numbers and lengths are trusted.
-    """
-    q, kv_cache, block_table, out = given.q, given.kv_cache, given.block_table, given.out
+    """Raise ValueError unless the arguments fit each other. Nothing reads a value from the device:
+    block numbers and lengths are trusted."""
+    q, kv_cache, table, out = given.q, given.kv_cache, given.block_table, given.out
     plan, settings, step = given.plan, given.plan.settings, given.plan.step
     if step is None:
         raise ValueError("the plan was never refreshed: call plan.refresh(...) once a step")
-
-    def check(name: str, ok: bool, want: str, got: object) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {want}, got {got}")
-
-    heads, latent = settings.num_heads, settings.v_head_dim
-    check("q", q.dim() == 3, "[T, H, L + R]", tuple(q.shape))
+    heads, latent, batch = settings.num_heads, settings.v_head_dim, step.batch
+    check("q", q.dim() == 3, "[T, H, L + R]", q)
     tokens, width = q.shape[0], q.shape[2]
-    if tokens != step.num_tokens:
-        raise ValueError(
-            f"the plan was refreshed for {step.num_tokens} query rows in {step.batch} sequences, "
-            f"q has {tokens}: refresh it for this step"
-        )
+    rows = step.num_tokens
+    of = f"the plan was refreshed for {rows} query rows in {batch} sequences; refresh it every step"
+    check("q", tokens == rows, f"of {rows} rows: {of}", tokens)
+    check("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1])
+    check("q", width >= latent, f"{latent} wide or wider, as the plan", width)
+    check("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype)
     stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
     if given.layout is not None:
         stored, kv_dtype, source = given.layout.bytes, torch.uint8, "the bytes of its layout"
-    is_cache = kv_cache.dim() == 3 and kv_cache.shape[2] == stored
-    is_table = block_table.dim() == 2 and block_table.shape[0] == step.batch
-    table = f"[{step.batch}, max_blocks]: the plan was refreshed for {step.batch} sequences"
-    rows, factor = (tokens, heads, latent), given.softmax_scale
-    for name, ok, want, got in (
-        ("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1]),
-        ("q", width >= latent, f"{latent} wide or wider, as the plan", width),
-        ("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype),
-        ("kv_cache", is_cache, f"[blocks, page_size, {stored}]", tuple(kv_cache.shape)),
-        ("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype),
-        ("block_table", is_table, table, tuple(block_table.shape)),
-        ("block_table", block_table.dtype == torch.int32, "int32", block_table.dtype),
-        ("out", out.shape == rows, f"{rows}", out.shape),
-        ("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype),
-        ("softmax_scale", math.isfinite(factor), "finite", factor),
-    ):
-        check(name, ok, want, got)
-    tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "out": out}
+    ok = kv_cache.dim() == 3 and kv_cache.shape[2] == stored
+    check("kv_cache", ok, f"[blocks, page_size, {stored}]", kv_cache)
+    check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype)
+    ok = table.dim() == 2 and table.shape[0] == batch
+    check("block_table", ok, f"[{batch}, max_blocks]: {of}", table)
+    check("block_table", table.dtype == torch.int32, "int32", table.dtype)
+    check("out", out.shape == (tokens, heads, latent), f"[{tokens}, {heads}, {latent}]", out)
+    check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
+    check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
+    tensors = {"q": q, "kv_cache": kv_cache, "block_table": table, "out": out}
     for name, tensor in tensors.items():
-        where = "dense in its rows" if tensor is block_table else "dense in its last dimension"
-        check(name, tensor.stride(-1) == 1, where, tensor.stride())
+        check(name, tensor.stride(-1) == 1, "dense in its last dimension", tensor.stride())
     if given.epilogue is not None:
-        tensors |= given.epilogue.validate(tokens, heads, latent, check)
+        tensors |= given.epilogue.validate(tokens, heads, latent)
         weight = given.epilogue.w_uv.dtype
         check("out", out.dtype == weight, f"{weight}, as w_uv: it holds latents", out.dtype)
     scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
     for name, scale, scaled in scales:
+        found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
         if scaled.dtype in FP8_DTYPES:
             want = f"one fp32 element: {scaled.dtype} values have a scale"
-            if not isinstance(scale, torch.Tensor):
-                raise ValueError(f"{name} must be {want}, got {scale}")
-            ok = scale.dtype == torch.float32 and scale.numel() == 1
-            check(name, ok, want, f"{scale.dtype} {tuple(scale.shape)}")
+            check(name, found == (torch.float32, 1), want, scale)
         if isinstance(scale, torch.Tensor):
             tensors[name] = scale
     for name, tensor in tensors.items():

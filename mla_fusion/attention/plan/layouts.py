@@ -1,7 +1,7 @@
 """The byte caches of sparse models: what an entry holds, and its key in plain torch.
 
-Both are `fp8_ds_mla` to vLLM, uint8 [blocks, page_size, bytes]; the note on top of its
-`v1/attention/backends/mla/flashmla_sparse.py` (0.32) and `tests/quant.py` of FlashMLA define them:
+Both are `fp8_ds_mla` to vLLM, uint8 [blocks, page_size, bytes], as the note on top of its
+`v1/attention/backends/mla/flashmla_sparse.py` (0.32) and `tests/quant.py` of FlashMLA define it:
 
     FP8_DS_MLA, of DeepSeek-V3.2 and GLM-5: 656 bytes a token, one after the other
         0 ... 511      512 e4m3 values, the latent
@@ -21,7 +21,7 @@ import dataclasses
 
 import torch
 
-from mla_fusion.attention.plan.buffers import Settings
+from mla_fusion.attention.plan.buffers import Settings, check
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
 WIDE = 64  # bf16 values of an entry
@@ -30,15 +30,10 @@ EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Where an entry of a byte cache has its parts.
-
-    Attributes:
-        bytes: of an entry: the last dimension of the cache.
-        quantized: e4m3 values, at the start of the entry's data.
-        group: values that share a scale: stored = value / scale.
-        latent: values that are summed, `v_head_dim` of the scratch.
-        behind: scales are ue8m0, behind the data of all tokens of the page; else fp32, behind the
-            entry's own e4m3 values.
+    """Where an entry of a byte cache has its parts: how many bytes, of which the first `quantized`
+    are e4m3 values, `group` of which share a scale: stored = value / scale. latent: values that are
+    summed, `v_head_dim` of the scratch. behind: scales are ue8m0, behind the data of all tokens of
+    the page; else fp32, behind the entry's own e4m3 values.
     """
 
     bytes: int
@@ -61,33 +56,23 @@ FP8_DS_MLA = CacheLayout(bytes=656, quantized=512, group=128, latent=512, behind
 FP8_DS_MLA_V4 = CacheLayout(bytes=584, quantized=448, group=64, latent=512, behind=True)
 
 
-def check(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: CacheLayout) -> None:
+def validate(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: CacheLayout) -> None:
     """Raise ValueError unless kernels can read the cache, of checked shape and type, in place, and
     query and scratch have the widths and types of its entries.
     """
     size, align = layout.bytes, (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))
-    if settings.v_head_dim != layout.latent or q.shape[2] != layout.width:
-        raise ValueError(
-            f"entries of {size} bytes hold keys of {layout.width} columns, of which "
-            f"{layout.latent} are summed, got a query of {q.shape[2]} and v_head_dim "
-            f"{settings.v_head_dim}"
-        )
-    if q.dtype != torch.bfloat16 or settings.kv_dtype not in FP8_DTYPES:
-        raise ValueError(
-            f"entries of {size} bytes hold fp8 (e4m3) and bf16 values: the scratch must be for a "
-            f"bf16 query and that fp8 type, got {q.dtype} over {settings.kv_dtype}"
-        )
-    if layout.behind and cache.stride(1) != size:
-        raise ValueError(
-            f"pages of {size} bytes a token hold all scales behind all data, so entries must be "
-            f"{size} bytes apart, got {cache.stride(1)}: pass the whole pages"
-        )
-    if any(n % 16 for n in align):
-        raise ValueError(
-            "the address of kv_cache and the strides of its blocks and entries must be multiples "
-            f"of 16 bytes, which a thread reads at once, got {cache.data_ptr():#x} and "
-            f"{cache.stride()[:2]}: align it, with padding behind each block if need be"
-        )
+    of, widths = f"entries of {size} bytes", (q.shape[2], settings.v_head_dim)
+    want = f"({layout.width}, {layout.latent}), as {of} have them"
+    check("the query's width and v_head_dim", widths == (layout.width, layout.latent), want, widths)
+    types = f"{q.dtype} over {settings.kv_dtype}"
+    ok = q.dtype == torch.bfloat16 and settings.kv_dtype in FP8_DTYPES
+    check("the scratch", ok, f"for a bf16 query over the fp8 (e4m3) values of {of}", types)
+    if layout.behind:
+        whole = f"{size} bytes apart: pass the whole pages, which have all scales behind all data"
+        check("entries", cache.stride(1) == size, whole, cache.stride(1))
+    want = "multiples of 16 bytes, which a thread reads at once: align or pad each block"
+    name = "the address of kv_cache and the strides of its blocks and entries"
+    check(name, not any(n % 16 for n in align), want, align)
 
 
 def read_keys(

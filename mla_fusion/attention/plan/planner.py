@@ -2,7 +2,7 @@
 
 `planner_triton.py` computes the same on the device, element by element. The three numbered rules
 are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
-`get_mla_metadata_v1`); see docs/persistent-decode.md.
+`get_mla_metadata_v1`).
 
 KV is counted in blocks of `granularity` tokens; a work item costs its blocks and `overhead` more.
 The budget of a CTA is at most its share of the total cost, rounded up, and one more `overhead`, by
@@ -25,9 +25,6 @@ left, in `STEPS` steps of an overhead. So 64 sequences of 32 blocks are cut in 1
 CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a pass. A smaller
 budget leaves room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks
 took longer.
-
-A sequence that one CTA took whole is written by it; splits of others go to partial rows,
-numbered in order, that a reduction merges.
 """
 
 from types import SimpleNamespace
@@ -48,21 +45,15 @@ SMALL_SHARE, EVEN_SHARE, STEPS = 4, 64, 4
 BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET = range(7)
 
 
-def require(settings: Settings) -> None:
-    """It plans for all settings, on a CPU."""
-
-
 def allocate(settings: Settings) -> dict[str, Any]:
     """The fields of a plan, its buffers zeroed; raises as `heads.layout` and `Settings.rules`."""
     layout = heads.layout(settings.num_heads, settings.max_query_len, settings.heads_per_work)
-    common = buffers.common_buffers(settings, layout, portable=True)
-    planned = {
-        name: torch.zeros(shape, dtype=torch.int32, device=settings.device)
-        for name, shape in shapes(common["rules"], settings.max_batch).items()
-    }
-    addresses = [planned[name].data_ptr() for name in ("work_indptr", "work_info_set")]
+    fields = buffers.common_buffers(settings, layout, portable=True)
+    for name, shape in shapes(fields["rules"], settings.max_batch).items():
+        fields[name] = torch.zeros(shape, dtype=torch.int32, device=settings.device)
+    addresses = [fields[name].data_ptr() for name in ("work_indptr", "work_info_set")]
     pointers = torch.tensor(addresses, device=settings.device).view(torch.uint64)
-    return {**common, **planned, "work_metadata_ptrs": pointers}
+    return {**fields, "work_metadata_ptrs": pointers}
 
 
 def shapes(rules: Rules, max_batch: int) -> dict[str, tuple[int, ...]]:
@@ -74,8 +65,7 @@ def shapes(rules: Rules, max_batch: int) -> dict[str, tuple[int, ...]]:
         "reduce_indptr": (tiles + 1,),
         "reduce_final_map": (tiles, 2),
         "reduce_partial_map": (rules.partial_map_size(max_batch),),
-        "qo_indptr": (max_batch + 1,),
-        "kv_indptr": (max_batch + 1,),
+        **dict.fromkeys(("qo_indptr", "kv_indptr"), (max_batch + 1,)),
     }
 
 
@@ -95,29 +85,22 @@ def fill(
 def fill_arrays(
     plan: Any, rules: Rules, qo_indptr: Numbers, seq_lens: Numbers, max_query_len: int
 ) -> None:
-    """Write the plan of one step, in place.
-
-    Args:
-        plan: has the buffers `PLANNED` as NumPy arrays.
-        qo_indptr: [batch + 1], first query row of each sequence, from 0; sequences without rows
-            cost nothing, and those at the end get no work item.
-        seq_lens: [batch], KV tokens of each sequence, those of the query rows included.
-        max_query_len: most query rows of a sequence; also the distance of partial rows.
+    """Write the plan of one step into the buffers `PLANNED` of `plan`, NumPy arrays. The step is as
+    `PersistentDecodePlan.refresh` has it. Sequences without rows cost nothing, and those at the end
+    get no work item.
     """
-    batch = len(seq_lens)
-    plan.qo_indptr[: batch + 1] = qo_indptr
-    plan.qo_indptr[batch + 1 :] = qo_indptr[batch]
-    plan.kv_indptr[0] = 0
-    plan.kv_indptr[1 : batch + 1] = np.cumsum(seq_lens)
-    plan.kv_indptr[batch + 1 :] = plan.kv_indptr[batch]
+    kv_indptr = np.concatenate(([0], np.cumsum(seq_lens)))
+    for buffer, values in (plan.qo_indptr, qo_indptr), (plan.kv_indptr, kv_indptr):
+        buffer[:] = np.pad(values, (0, len(buffer) - len(values)), mode="edge")
 
     is_live = np.diff(qo_indptr) > 0
     blocks = np.where(is_live, -(-seq_lens // rules.granularity), 0)
     live = int(np.flatnonzero(is_live)[-1]) + 1 if is_live.any() else 0
-    each = zip(blocks.tolist(), seq_lens.tolist(), is_live.tolist(), strict=True)
+    fixed = rules.overhead * is_live
+    each = zip(blocks.tolist(), seq_lens.tolist(), fixed.tolist(), strict=True)
     tiles = [_Tile(*tile) for tile in list(each)[:live] for _ in range(rules.fold)]
     longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
-    items = _pack_tightly(tiles, rules, rules.busy_ctas(batch), longest, max_query_len)
+    items = _pack_tightly(tiles, rules, rules.busy_ctas(len(seq_lens)), longest, max_query_len)
     cta, tile, begin, end, is_last = np.array(items, np.int64).reshape(-1, 5).T
     ends = is_last > 0
 
@@ -147,11 +130,11 @@ _Item = tuple[int, int, int, int, bool]
 
 
 class _Tile(NamedTuple):
-    """A head block of a sequence; one that is not live has no query rows, and costs nothing."""
+    """A head block of a sequence; without query rows blocks and the fixed cost of an item are 0."""
 
     blocks: int
     tokens: int
-    is_live: bool
+    overhead: int
 
 
 def _pack_tightly(
@@ -159,12 +142,12 @@ def _pack_tightly(
 ) -> list[_Item]:
     """The items for `busy` CTAs by the smallest budget tried; longest: of the longest sequence."""
     overhead = rules.overhead
-    total = sum(tile.blocks + overhead for tile in tiles if tile.is_live)
+    total = sum(tile.blocks + tile.overhead for tile in tiles)
     share = max(-(-total // busy) if busy else 0, 1 + (longest > MERGED_AT_ONCE))
 
     def least_cost(budget: int) -> int:
-        splits = (max(1, -(-tile.blocks // (budget - overhead))) for tile in tiles if tile.is_live)
-        return sum(tile.blocks for tile in tiles) + overhead * sum(splits)
+        cuts = (max(0, -(-tile.blocks // (budget - overhead)) - 1) for tile in tiles)
+        return total + overhead * sum(cuts)
 
     budget = largest = share + overhead
     kept = overhead
@@ -194,8 +177,7 @@ def _pack(
         while number < len(tiles) and left >= 0:
             tile = tiles[number]
             remaining = tile.blocks - done
-            cost = remaining + rules.overhead if tile.is_live else 0
-            if left >= cost:
+            if left >= (cost := remaining + tile.overhead):
                 taken, left = remaining, left - cost
             elif left > kept:
                 taken, left = left - kept, -1

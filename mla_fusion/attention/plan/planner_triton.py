@@ -1,8 +1,8 @@
 """The planner of `planner.py` on the device: one CTA, no host sync, the same plan.
 
 Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
-and a serial loop. The loop takes about 23 instructions per CTA, and 12 plus one L1 load per
-sequence; more when heads are folded. From the fourth on, CTAs that start in one tile take none.
+and a serial loop of about 23 instructions per CTA, and 12 plus one L1 load per sequence; more when
+heads are folded. From the fourth on, CTAs that start in one tile take none.
 
 Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
 position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
@@ -18,38 +18,29 @@ import triton.language as tl
 from mla_fusion.attention.plan.buffers import PLANNED, PlanBuffers
 from mla_fusion.attention.plan.planner import EVEN_SHARE, MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.plan.planner import allocate as allocate
-from mla_fusion.attention.plan.planner import require as require
 
 PROVIDERS = ("triton", "reference")
-MERGED, SMALL, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, STEPS))
-EVEN = tl.constexpr(EVEN_SHARE)
+MERGED, SMALL, EVEN, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, EVEN_SHARE, STEPS))
 
 
 def fill(
     plan: PlanBuffers, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int
 ) -> None:
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
-    rules, max_batch, batch = plan.rules, plan.settings.max_batch, seq_lens.shape[0]
+    rules, max_batch, batch = plan.rules, plan.settings.max_batch, len(seq_lens)
     plan_kernel[(1,)](
         qo_indptr, seq_lens, *(getattr(plan, name) for name in PLANNED), plan.planner_scratch,
-        batch, rules.busy_ctas(batch), max_query_len, MAX_BATCH=max_batch, CTAS=rules.ctas,
-        FOLD=rules.fold, GRANULARITY=rules.granularity, OVERHEAD=rules.overhead,
+        batch, rules.busy_ctas(batch), max_query_len, MAX_BATCH=max_batch, RULES=rules,
         BLOCK_B=triton.next_power_of_2(max_batch), BLOCK_W=triton.next_power_of_2(rules.ctas),
         # The serial loop is the same in all warps; they share the work before and after it.
         num_warps=4,
     )  # fmt: skip
 
 
-# Tensors that are read side by side count as unaligned: for wider reads a thread would get several
-# neighbouring lanes, and change to others, through shared memory, at every store of a work item.
-UNALIGNED = ["qo_indptr", "seq_lens", "scratch"]
-
-
 @triton.jit
 def store_costs(
     qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
-    MAX_BATCH: tl.constexpr, FOLD: tl.constexpr, GRANULARITY: tl.constexpr,
-    OVERHEAD: tl.constexpr,
+    MAX_BATCH: tl.constexpr, rules: tl.constexpr,
 ):  # fmt: skip
     """Copy the lengths and write the pairs of all sequences; return the tiles up to the last one
     that has query rows.
@@ -64,21 +55,25 @@ def store_costs(
     tl.store(plan_kv_indptr + 1 + b, tl.cumsum(length), mask=b < MAX_BATCH)
 
     is_live = query_end > query
-    cost = tl.where(is_live, (length + GRANULARITY - 1) // GRANULARITY + OVERHEAD, 0)
-    uncut = tl.maximum(length - max_query_len, 0) // GRANULARITY + 1
-    tl.store(sequences + b, pack(tl.cumsum(cost) * FOLD, uncut), mask=b < MAX_BATCH)
-    return tl.max(tl.where(is_live, b + 1, 0)) * FOLD
+    blocks = (length + rules.granularity - 1) // rules.granularity
+    cost = tl.where(is_live, blocks + rules.overhead, 0)
+    uncut = tl.maximum(length - max_query_len, 0) // rules.granularity + 1
+    tl.store(sequences + b, pack(tl.cumsum(cost) * rules.fold, uncut), mask=b < MAX_BATCH)
+    return tl.max(tl.where(is_live, b + 1, 0)) * rules.fold
 
 
-@triton.jit(do_not_specialize=["batch", "busy", "max_query_len", *UNALIGNED])
+# Tensors that are read side by side count as unaligned: for wider reads a thread would get several
+# neighbouring lanes, and change to others, through shared memory, at every store of a work item.
+@triton.jit(
+    do_not_specialize=["batch", "busy", "max_query_len", "qo_indptr", "seq_lens", "scratch"]
+)
 def plan_kernel(
     qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
     reduce_partial_map, plan_qo_indptr, plan_kv_indptr, scratch, batch, busy, max_query_len,
-    MAX_BATCH: tl.constexpr, CTAS: tl.constexpr, FOLD: tl.constexpr,
-    GRANULARITY: tl.constexpr, OVERHEAD: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    MAX_BATCH: tl.constexpr, RULES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """One CTA; `busy` of CTAS may get work from `batch` of MAX_BATCH sequences."""
+    """One CTA; `busy` of all CTAs may get work from `batch` of MAX_BATCH sequences."""
+    OVERHEAD: tl.constexpr = RULES.overhead
     # Pairs in the scratch. Of each sequence: where its last tile ends; how many blocks of a tile
     # leave too little for another split. Of each CTA: its first tile; the blocks of it done.
     sequences, starts = scratch, scratch + MAX_BATCH
@@ -86,7 +81,7 @@ def plan_kernel(
     b = tl.arange(0, BLOCK_B)
     live_tiles = store_costs(
         qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
-        MAX_BATCH, FOLD, GRANULARITY, OVERHEAD,
+        MAX_BATCH, RULES,
     )  # fmt: skip
     tl.debug_barrier()
     # Read back although known, so that the loop finds the pairs in L1.
@@ -94,7 +89,7 @@ def plan_kernel(
     total = tl.max(end)
     # Dead sequences count: their lengths are known, and whether they have rows no longer is.
     longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
-    longest = (longest + GRANULARITY - 1) // GRANULARITY
+    longest = (longest + RULES.granularity - 1) // RULES.granularity
     share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
 
     budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
@@ -103,11 +98,11 @@ def plan_kernel(
         budget = tl.maximum(budget, longest + OVERHEAD)
         kept = budget  # a CTA that would cut a tile keeps all of its budget: it need not
     elif share <= tl.where(is_even, EVEN, SMALL * OVERHEAD):
-        budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, FOLD, OVERHEAD)
+        budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, RULES)
     last = busy
     while last >= busy:
         tl.debug_barrier()  # other threads store a start than for the budget before
-        last = find_starts(sequences, starts, budget, kept, total, busy, FOLD, BLOCK_W)
+        last = find_starts(sequences, starts, budget, kept, total, busy, RULES.fold, BLOCK_W)
         budget = tl.minimum(budget + (OVERHEAD + TRIED - 1) // TRIED, share + OVERHEAD)
     tl.debug_barrier()
 
@@ -121,36 +116,35 @@ def plan_kernel(
     splits = tl.where(end_tile == tile, tl.maximum(is_resumed, is_cut), is_resumed + is_cut)
     all_splits = tl.sum(splits)
     tl.store(reduce_indptr, 0)
-    for block in range(FOLD):
-        at = 1 + b * FOLD + block
+    for block in range(RULES.fold):
+        at = 1 + b * RULES.fold + block
         tl.store(reduce_indptr + at, all_splits, mask=(b < MAX_BATCH) & (at > live_tiles))
 
     work_end = tl.cumsum(works)
     partial = tl.cumsum(splits) - splits
     tl.store(work_indptr, 0)
-    tl.store(work_indptr + 1 + w, work_end, mask=w < CTAS)
+    tl.store(work_indptr + 1 + w, work_end, mask=w < RULES.ctas)
     write_items(
         plan_qo_indptr, plan_kv_indptr, work_info_set, reduce_indptr, reduce_final_map,
         reduce_partial_map, max_query_len, works, tile, done, work_end - works, partial, end_done,
-        FOLD, GRANULARITY, BLOCK_W,
+        RULES,
     )  # fmt: skip
 
 
 @triton.jit
 def smallest_budget(
-    sequences, b, share, total, busy, MAX_BATCH: tl.constexpr, FOLD: tl.constexpr,
-    OVERHEAD: tl.constexpr,
+    sequences, b, share, total, busy, MAX_BATCH: tl.constexpr, rules: tl.constexpr
 ):  # fmt: skip
     """The smallest budget by which `busy` CTAs might take all tiles: the first that is tried."""
     end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
     begin, _ = unpack(tl.load(sequences + b - 1, mask=(b > 0) & (b < MAX_BATCH), other=0))
-    last_block = tl.maximum((end - begin) // FOLD - OVERHEAD - 1, 0)
-    largest = share + OVERHEAD
-    budget = tl.minimum(tl.maximum(share, 2 * OVERHEAD), largest)
+    last_block = tl.maximum((end - begin) // rules.fold - rules.overhead - 1, 0)
+    largest = share + rules.overhead
+    budget = tl.minimum(tl.maximum(share, 2 * rules.overhead), largest)
     least = busy * budget + 1
     while (least > busy * budget) & (budget < largest):
-        cuts = last_block // (budget - OVERHEAD)
-        least = total + tl.sum(cuts) * (OVERHEAD * FOLD)
+        cuts = last_block // (budget - rules.overhead)
+        least = total + tl.sum(cuts) * (rules.overhead * rules.fold)
         budget += (least > busy * budget).to(tl.int32)
     return budget
 
@@ -218,14 +212,13 @@ def unpack(pair):
 @triton.jit
 def write_items(
     qo_indptr, kv_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map,
-    max_query_len, works, tile, done, work, partial, end_done,
-    FOLD: tl.constexpr, GRANULARITY: tl.constexpr, BLOCK_W: tl.constexpr,
+    max_query_len, works, tile, done, work, partial, end_done, rules: tl.constexpr,
 ):  # fmt: skip
     """Write the items of all CTAs, a lane for each, from where its CTA starts on."""
     for item in range(tl.max(works)):
         mask = item < works
-        sequence = tile // FOLD
-        block = tile % FOLD
+        sequence = tile // rules.fold
+        block = tile % rules.fold
         query = tl.load(qo_indptr + sequence, mask=mask, other=0)
         rows = tl.load(qo_indptr + sequence + 1, mask=mask, other=0) - query
         token = tl.load(kv_indptr + sequence, mask=mask, other=0)
@@ -233,14 +226,14 @@ def write_items(
         planned = tl.where(rows > 0, length, 0)
         is_cut = (item == works - 1) & (end_done > 0)
         is_split = (done > 0) | is_cut
-        stop = tl.where(is_cut, end_done * GRANULARITY, planned)
-        query = query * FOLD + block * rows
+        stop = tl.where(is_cut, end_done * rules.granularity, planned)
+        query = query * rules.fold + block * rows
         row = work_info_set + work * 8
         tl.store(row, tile, mask=mask)
         tl.store(row + 1, tl.where(is_split, partial * max_query_len, -1), mask=mask)
         tl.store(row + 2, query, mask=mask)
         tl.store(row + 3, query + rows, mask=mask)
-        tl.store(row + 4, token + done * GRANULARITY, mask=mask)
+        tl.store(row + 4, token + done * rules.granularity, mask=mask)
         tl.store(row + 5, token + stop, mask=mask)
         tl.store(row + 6, planned - stop, mask=mask)
         tl.store(row + 7, 0, mask=mask)
@@ -250,6 +243,6 @@ def write_items(
         tl.store(reduce_indptr + 1 + tile, partial, mask=ends)
         tl.store(reduce_final_map + 2 * tile, query, mask=ends & is_split)
         tl.store(reduce_final_map + 2 * tile + 1, query + rows, mask=ends & is_split)
-        done = tl.zeros([BLOCK_W], tl.int32)
+        done = tl.zeros(done.shape, tl.int32)
         tile += 1
         work += 1

@@ -7,9 +7,7 @@ rows and latents by rows, as `hopper/decode.py` says. A range of Triton's is a p
 L_PAD and R_PAD are those of L and R, and `within` masks what lies beyond.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -25,16 +23,13 @@ from mla_fusion.attention.plan.device_code import (
     softmax_step,
     within,
 )
-from mla_fusion.attention.triton.byte_cache import read_latents, read_rotated
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 
 @triton.jit
 def listed_entries(at, wanted, source, ENTRY: tl.constexpr, PAGE: tl.constexpr, form: tl.constexpr):
-    """Addresses of the slots that the table lists for tokens `at`, a mask of the valid ones, and,
-    where scales are behind a page's entries, the addresses of its eight bytes for each."""
+    """Addresses of the slots that the table lists for tokens `at`, a mask of the valid ones, and
+    the addresses of their scales, if these are behind the page's entries."""
     slot = tl.load(source.table + at, mask=wanted, other=-1)
     wanted &= slot >= 0
     slot = tl.where(wanted, slot, 0)
@@ -52,25 +47,68 @@ def tile_entries(
     tile, at, item, source, extra, first_lens_ptr, form: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Addresses of tokens `at` of a tile, and a mask and more as `listed_entries` has them."""
-    ENTRY: tl.constexpr = form.ENTRY
-    PAGE: tl.constexpr = form.PAGE
     wanted = (at >= item.begin) & (at < item.end)
     if form.SPARSE:
         if tile * BLOCK_N < form.FIRST:
             wanted &= at < tl.load(first_lens_ptr + item.sequence)
-            entry, wanted, exponents = listed_entries(at, wanted, source, ENTRY, PAGE, form)
+            entry, wanted, exponents = listed_entries(
+                at, wanted, source, form.ENTRY, form.PAGE, form
+            )
         else:
             entry, wanted, exponents = listed_entries(
                 at - form.FIRST, wanted, extra, form.EXTRA_ENTRY, form.EXTRA_PAGE, form
             )
     else:
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(source.table + tile * BLOCK_N // PAGE)
+        if form.PAGE % BLOCK_N == 0:
+            block = tl.load(source.table + tile * BLOCK_N // form.PAGE)
         else:
-            page = tl.load(source.table + at // PAGE, mask=wanted, other=0)
-        entry = source.pointer + page.to(tl.int64) * source.block_stride + at % PAGE * ENTRY
+            block = tl.load(source.table + at // form.PAGE, mask=wanted, other=0)
+        page = source.pointer + block.to(tl.int64) * source.block_stride
+        entry = page + at % form.PAGE * form.ENTRY
         exponents = entry
     return entry, wanted, exponents
+
+
+@triton.jit
+def read_latents(entry, exponents, wanted, form: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Latents [tokens, L] of a tile, value * scale in fp32, rounded to bf16; zeros if not `wanted`.
+    A code of 0 or 255 at `exponents` is written by nobody, and read as zero or infinity."""
+    CODES: tl.constexpr = form.layout.quantized
+    GROUP: tl.constexpr = form.layout.group
+    L: tl.constexpr = form.L
+    group, column = tl.arange(0, L // GROUP), tl.arange(0, L)[None, :]
+    wanted = wanted[:, None]
+    of_group = wanted & (group < CODES // GROUP)[None, :]
+    if form.layout.behind:
+        source = exponents.to(tl.pointer_type(tl.uint8), bitcast=True)
+        code = tl.load(source[:, None] + group[None, :], mask=of_group, other=0)
+        scales = (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        source = (entry + CODES).to(tl.pointer_type(tl.float32), bitcast=True)
+        source = tl.multiple_of(source[:, None], (16, 16))
+        scales = tl.load(source + group[None, :], mask=of_group, other=0.0)
+    scales = tl.broadcast_to(scales[:, :, None], [BLOCK_N, L // GROUP, GROUP])
+    # Triton 3.6 has lost the alignment of an entry by here, and would load single bytes.
+    aligned = tl.multiple_of(entry[:, None], (16, 16))
+    codes = tl.load(aligned + column, mask=wanted & (column < CODES), other=0.0)
+    latents = (codes.to(tl.float32) * tl.reshape(scales, [BLOCK_N, L])).to(tl.bfloat16)
+    if CODES < L:
+        wide = (entry + CODES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        wide = tl.multiple_of(wide[:, None], (16, 16)) + (column - CODES)
+        wide = tl.load(wide, mask=wanted & (column >= CODES), other=0.0)
+        latents = tl.where(column < CODES, latents, wide)
+    return latents
+
+
+@triton.jit
+def read_rotated(entry, wanted, form: tl.constexpr):
+    """The R bf16 values [tokens, R] behind values and fp32 scales; zeros if not `wanted`."""
+    CODES: tl.constexpr = form.layout.quantized
+    # Triton 3.6 forgets what it knows of an address where its type changes.
+    source = entry + CODES + CODES // form.layout.group * 4
+    source = source.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    source = tl.multiple_of(source[:, None], (16, 16))
+    return tl.load(source + tl.arange(0, form.R)[None, :], mask=wanted[:, None], other=0.0)
 
 
 @triton.jit
@@ -112,14 +150,10 @@ def decode_kernel(
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1).
 
-    Tensors are those of `mla_fusion.attention.persistent_mla_decode` and of its plan. scale: of the
-    scores, before the scales of q and the cache. FORM: `Inputs.form`. A query row is position *
-    HEADS + head. DOT: the type of both products.
-
-    SPARSE: `table_ptr` lists slots instead of blocks, -1 for none; the first `first_lens_ptr` of
-    the first scope's tokens count. SINK: `sink_ptr` [heads] holds one more score for each head, of
-    a key whose value is zero. Caches with a layout are of e4m3 type here. R is 0 where the rotated
-    values are latents.
+    Tensors are those of `mla_fusion.attention.persistent_mla_decode`, of its plan and of
+    `inputs.Sparse`, FORM is `Inputs.form`. scale: of the scores, before the scales of q and the
+    cache. A query row is position * HEADS + head. DOT: the type of both products. Caches with a
+    layout are of e4m3 type here. R is 0 where the rotated values are latents.
     """
     L: tl.constexpr = FORM.L
     R: tl.constexpr = FORM.R
@@ -198,9 +232,9 @@ def fits(given: Inputs) -> str:
 
 def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
     """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
-    gfx942, gfx950 and sm_90 without spilling registers inside the loop over tiles. fp8 latents
-    above 512 spill there on sm_90, whatever the tile. of_bytes: the scales of such a cache take
-    registers too: 32 query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
+    gfx942, gfx950 and sm_90 without spilling registers in the loop over tiles; fp8 latents above
+    512 do on sm_90, whatever the tile. of_bytes: the scales of such a cache take registers too: 32
+    query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
     """
     warp = 64 if torch.version.hip else 32
     if of_bytes:
@@ -211,7 +245,7 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """What the kernel is launched with."""
     latent, rope = given.widths
     rows, warps = tile(given.rows, latent, rope, given.layout is not None)
     half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)

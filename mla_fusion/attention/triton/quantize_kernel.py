@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
-from mla_fusion.kernels.triton_cast import cast
+from mla_fusion.kernels.triton_rows import cast
 
 LEAST_SCALE = tl.constexpr(EPSILON)
 

@@ -1,18 +1,14 @@
 """The reduction behind a decode, in Triton: the splits of a sequence become rows of the output."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
+from mla_fusion.attention.plan.inputs import Inputs, Launch
 from mla_fusion.kernels.triton import early_launch
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
 
 
 @triton.jit
@@ -38,10 +34,10 @@ def reduce_kernel(
     """Merge the splits of tile `program_id(0)`: ROWS query rows from ROWS * `program_id(1)` on.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over SPLITS splits at once
-    and for COLUMNS latents (`program_id(2)`; the last one may have fewer). The decode kernel writes
-    tiles that were not split. PDL: the launch precedes the end of the decode kernel, which has
-    waited for the plan; this kernel waits for the decode before it reads anything else. FOLLOWED: a
-    product may be launched, which waits; in a benchmark the next decode would begin early.
+    and for COLUMNS latents (`program_id(2)`; the last one may have fewer). PDL: the launch precedes
+    the end of the decode kernel, which has waited for the plan; this kernel waits before it reads
+    anything else. FOLLOWED: a product may be launched, which waits; in a benchmark the next decode
+    would begin early.
     """
     if PDL and FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,10 +86,9 @@ kernel: Any = reduce_kernel
 
 
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
-    """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each.
-
-    Few tiles have many splits, which are loaded at once; many tiles have few, if any. Measured on
-    an H200, where a CTA has 16 bytes of each of its rows and splits in a thread.
+    """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each: few
+    tiles have many splits, which are loaded at once. Measured on an H200, where a CTA has 16 bytes
+    of each of its rows and splits in a thread.
     """
     if tiles * rows <= 128:
         return 1, 32, 256
@@ -102,8 +97,8 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 2 if tiles * rows <= 4096 else 4), 4, 512
 
 
-def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """What the reduction of a step is launched with (also for compiling without a GPU)."""
+def arguments(given: Inputs) -> Launch:
+    """What the reduction of a step is launched with."""
     plan, out, (latent, _) = given.plan, given.out, given.widths
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.layout.fold

@@ -1,8 +1,8 @@
-"""`mla-fusion bench`: this library's kernels against their peers over a grid of shapes, into a CSV
-file.
-
-`region` is the fused region, `decode` the decode attention, `epilogue` what follows it: a module
-each. Every candidate is checked in the run that times it. How time is taken: `kit.py`.
+"""Times the fused region, many layers in one CUDA graph with distinct weights, against vLLM
+unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and FlashInfer; or the
+portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3;
+or the epilogue of that decode against reduction, torch.bmm and quantization. Each is checked in the
+same run, and its rows go into a CSV file. Needs a GPU; what is not installed is left out.
 """
 
 import argparse
@@ -52,14 +52,6 @@ def _option(name: str) -> str:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments. What differs between region and decode gets its default in `settle`."""
-    parser.description = (
-        "Times the fused region, many layers in one CUDA graph with distinct weights, against "
-        "vLLM unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and "
-        "FlashInfer; or the portable persistent decode, on distinct caches, against TRITON_MLA, "
-        "FlashMLA and FlashAttention 3; or the epilogue of that decode against reduction, "
-        "torch.bmm and quantization. Each is checked in the same run. Needs a GPU; what is not "
-        "installed is left out."
-    )
     add = parser.add_argument
     add("what", nargs="?", choices=[*DEFAULTS], default="region", help="default: %(default)s")
     add("--csv", type=Path, help="file for the rows (default: build/bench/ and what is timed)")
@@ -119,25 +111,22 @@ def write_report(path: Path, commit: str) -> bool:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"doctor": doctor.examine()}
-    right = True
     for what, shapes in SHAPES.items():
         path.write_text(json.dumps(report, indent=1))
+        part: dict[str, Any] = {"right": False}
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder, "rows.csv")
-            settings = {"peers": (), "commit": commit, **DEFAULTS[what], **shapes}
-            part: dict[str, Any] = {}
+            settings = {**DEFAULTS[what], **shapes, "peers": (), "commit": commit, "csv": rows}
             try:
-                part["right"] = measure(argparse.Namespace(what=what, csv=rows, **settings))
+                part["right"] = measure(argparse.Namespace(what=what, **settings))
             except Exception:  # noqa: BLE001 (whatever it is, it goes into the file)
                 part["error"] = traceback.format_exc()
             if rows.exists():
-                with rows.open(newline="") as file:
-                    part["rows"] = list(csv.DictReader(file))
+                part["rows"] = [*csv.DictReader(rows.read_text().splitlines())]
         report[what] = part
-        right &= part.get("right", False)
     path.write_text(json.dumps(report, indent=1))
     print(f"Send this file: {path}")
-    return right
+    return all(report[what]["right"] for what in SHAPES)
 
 
 def measure(settings: argparse.Namespace) -> bool:

@@ -8,18 +8,20 @@ has its columns for a head; 0 marks the decode alone.
 
 import argparse
 import dataclasses
-import functools
 import itertools
+import multiprocessing
+import os
 import statistics
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.decode_peers import Candidate, Case
-from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row, compile_ahead
+from mla_fusion.cli.bench.decode_peers import Case
+from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row
 
 STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
 CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
@@ -36,44 +38,49 @@ DEFAULTS = {
 
 def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> bool:
     """Measure the grid and print the summary; whether ours passed the check in every shape."""
-    types = [name for name in TYPES if getattr(settings, name)] or list(TYPES)
-    of_types = {TYPES[name]: peers.CANDIDATES[TYPES[name]] for name in types}
-    if (cap := settings.max_split_per_batch) > 0:
-        capped = functools.partial(peers.ours, cap=cap)
-        of_types = {dtype: offered | {OURS: capped} for dtype, offered in of_types.items()}
-    names = kit.pick(settings.peers, dict.fromkeys(itertools.chain(*of_types.values())))
-    work = [
-        (case, {name: build for name, build in of_types[case.dtype].items() if name in names})
-        for case in grid(settings, list(of_types))
-    ]
+    types = [TYPES[name] for name in TYPES if getattr(settings, name)] or [*TYPES.values()]
+    offered = itertools.chain(*(peers.CANDIDATES[dtype] for dtype in types))
+    names = kit.pick(settings.peers, dict.fromkeys(offered))
+    cases = grid(settings, types)
     if OURS in names:
-        compile_ours(case for case, _ in work)
+        compile_ours(cases)
     torch.manual_seed(0)
 
-    def of(shape: tuple[Case, Mapping[str, Candidate]]) -> list[Row]:
-        return measure(*shape, settings.rounds)
+    def rows(case: Case) -> list[Row]:
+        return measure(case, names, settings.rounds)
 
-    rows = kit.table(settings.csv, facts, CASE + RESULT, work, of, kit.four_digits)
-    summary(rows)
+    found = kit.table(settings.csv, facts, CASE + RESULT, cases, rows)
+    summary(found)
     timed = "decode and product" if settings.values else "decode"
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
-    passed = sum(row["candidate"] == OURS and is_right(row) for row in rows)
-    return passed == sum(OURS in candidates for _, candidates in work)
+    passed = sum(row["candidate"] == OURS and is_right(row) for row in found)
+    return passed == (len(cases) if OURS in names else 0)
 
 
 def compile_ours(cases: Iterable[Case]) -> None:
-    """Compile ours for each layer, in several processes."""
+    """Compile ours for each layer, in as many processes as there are cores. What fails is compiled
+    by the benchmark itself."""
     alike: dict[tuple[str, int], dict[int, Case]] = {}
     for case in cases:
         alike.setdefault((case.name, case.values), {}).setdefault(case.batch, case)
-    compile_ahead(peers.launch_ours, [[*batches.values()] for batches in alike.values()])
+    if len(alike) < 2:
+        return
+    start, workers = time.monotonic(), min(len(alike), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(peers.launch_ours, [*batches.values()]) for batches in alike.values()]
+        for done in as_completed(jobs):
+            problem = done.exception()
+            failed = f"not compiled ahead: {type(problem).__name__} {problem}"[:300]
+            text = failed if problem else f"{done.result()} compiled"
+            print(f"{text}, {time.monotonic() - start:.0f} s", flush=True)
 
 
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
     """Every shape that a step may have, and ragged forms of those that are neither few sequences
     nor many."""
     layers = itertools.product(types, settings.heads, settings.queries)
-    shared = {name: getattr(settings, name) for name in ("page", "latent", "rope", "values")}
+    names = "page", "latent", "rope", "values", "max_split_per_batch"
+    shared = {name: getattr(settings, name) for name in names}
     steps = [*itertools.product(settings.batches, settings.contexts)]
     if large := [f"{b} x {n}" for b, n in steps if b * n > MOST_TOKENS]:
         print(f"left out, more than {MOST_TOKENS} tokens: {', '.join(large)}")
@@ -86,8 +93,8 @@ def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Cas
     return cases + [dataclasses.replace(c, ragged=True) for c in cases if 16 <= c.batch <= 64]
 
 
-def measure(case: Case, candidates: Mapping[str, Candidate], rounds: int) -> list[Row]:
-    """Rows of one case, and a line."""
+def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
+    """Rows of one case, and a line; names: of `CANDIDATES`."""
     shape = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''} {case.name}"
     try:
         inputs = peers.make(case)
@@ -95,18 +102,18 @@ def measure(case: Case, candidates: Mapping[str, Candidate], rounds: int) -> lis
         print(f"{shape}: nothing, OutOfMemoryError {str(problem)[:300]}", flush=True)
         return []
     default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
-    known = {name: getattr(case, name) for name in CASE}
-    known |= {"ragged": int(case.ragged), "dtype": case.kind}
-    rows, times = [], []
-    for name, error, samples in kit.compare(
-        candidates, lambda name: peers.prepare(inputs, candidates[name]), len(inputs.caches), rounds
+    known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
+    candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
+    rows, told = [], []
+    for name, error, times in kit.compare(
+        candidates, lambda name: peers.build(inputs, candidates[name]), len(inputs.caches), rounds
     ):
-        row = known | {"candidate": name, "vllm_default": int(name == default)}
-        rows.append(row := row | kit.rates(case, samples) | {"error": error})
+        row = known | kit.rates(case, times) | {"candidate": name, "error": error}
+        rows.append(row | {"vllm_default": int(name == default)})
         mark = "" if is_right(row) else "!"
         rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"
-        times.append(f"{name} {row['p50_us']:.1f} {rate}{mark}")
-    print(f"{shape}: {' | '.join(times) or 'nothing'}", flush=True)
+        told.append(f"{name} {row['p50_us']:.1f} {rate}{mark}")
+    print(f"{shape}: {' | '.join(told) or 'nothing'}", flush=True)
     return rows
 
 
@@ -117,29 +124,20 @@ def is_right(row: Row) -> bool:
 
 def summary(rows: list[Row]) -> None:
     """Geometric means against each peer, the shapes in which it is faster, and who was wrong."""
-    layers: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, float]]] = {}
-    for row in rows:
-        layer, shape = (tuple(row[key] for key in keys) for keys in (LAYER, STEP))
-        us = layers.setdefault(layer, {}).setdefault(shape, {})
-        us[row["candidate"]] = row["p50_us"]
-    for (heads, queries, dtype), shapes in layers.items():
-        name = peers.Case(0, 0, heads, TYPES[dtype], queries=queries).name
-        for peer in dict.fromkeys(each for us in shapes.values() for each in us):
-            ratios = {
-                shape: us[peer] / us[OURS]
-                for shape, us in shapes.items()
-                if peer != OURS and us.keys() >= {peer, OURS}
-            }
-            if not ratios:
-                continue
-            mean, least = statistics.geometric_mean(ratios.values()), min(ratios.values())
-            faster = {k: round(ratio, 2) for k, ratio in ratios.items() if ratio < 1}
-            print(
-                f"{name} against {peer}: geometric mean {mean:.2f}x of {len(ratios)}, least "
-                f"{least:.2f}x; that one is faster at (batch, context, ragged) {faster or 'none'}"
-            )
-    wrong = [row["candidate"] for row in rows if not is_right(row)]
-    for name in dict.fromkeys(wrong):
-        most = kit.worst([row["error"] for row in rows if row["candidate"] == name])
-        shapes_off = f"by more than {peers.TOLERANCE} in {wrong.count(name)} shapes"
-        print(f"{name} is off {shapes_off}, by {most:.2g} at most")
+    ratios: dict[tuple[str, str], dict[tuple[int, ...], float]] = {}
+    for (heads, queries, dtype, *step), us in kit.medians(rows, [*LAYER, *STEP]).items():
+        layer = Case(0, 0, heads, TYPES[dtype], queries=queries).name
+        for peer in us if OURS in us else ():
+            if peer != OURS:
+                ratios.setdefault((layer, peer), {})[tuple(step)] = us[peer] / us[OURS]
+    for (layer, peer), found in ratios.items():
+        mean, least = statistics.geometric_mean(found.values()), min(found.values())
+        faster = {step: round(ratio, 2) for step, ratio in found.items() if ratio < 1}
+        print(
+            f"{layer} against {peer}: geometric mean {mean:.2f}x of {len(found)}, least "
+            f"{least:.2f}x; that one is faster at (batch, context, ragged) {faster or 'none'}"
+        )
+    for name in dict.fromkeys(row["candidate"] for row in rows if not is_right(row)):
+        errors = [r["error"] for r in rows if r["candidate"] == name and not is_right(r)]
+        off = f"by more than {peers.TOLERANCE} in {len(errors)} shapes"
+        print(f"{name} is off {off}, by {kit.worst(errors):.2g} at most")

@@ -13,7 +13,7 @@ import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench.kit import capture_calls, distance, exact_attention, fp8_type, worst
+from mla_fusion.cli.bench.kit import Call, distance, exact_attention, fp8_type, make_w_uv, worst
 
 PAGE = 64
 FP8, BF16 = fp8_type(), torch.bfloat16
@@ -24,7 +24,6 @@ TOLERANCE = 4e-3
 PLANNED = 1024  # sequences of a plan at least, so that few planners are compiled
 WORKSPACE = 128 * 2**20  # bytes of FlashInfer, as in vLLM
 ROTATED = 2**28  # bytes of caches that a graph walks over, several times the L2 cache
-Call = Callable[[int], object]
 Candidate = Callable[["Inputs"], Call]
 
 
@@ -33,7 +32,7 @@ class Case:
     """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it.
 
     queries: most query rows of a sequence. page: tokens of a block. latent, rope: L and R. values:
-    columns of W_UV for a head; 0: nothing follows the decode.
+    columns of W_UV for a head; 0: nothing follows the decode. max_split_per_batch: of our plan.
     """
 
     batch: int
@@ -46,6 +45,7 @@ class Case:
     latent: int = 512
     rope: int = 64
     values: int = 0
+    max_split_per_batch: int = -1
 
     @property
     def kind(self) -> str:
@@ -123,21 +123,15 @@ def make(case: Case) -> Inputs:
     lengths = case.lengths()
     blocks = [-(-n // case.page) for n in lengths]
     order = torch.randperm(sum(blocks), device="cuda").int()
-    table = torch.zeros(case.batch, max(blocks), dtype=torch.int32, device="cuda")
-    for b, first in enumerate(torch.tensor([0, *blocks]).cumsum(0)[:-1].tolist()):
-        table[b, : blocks[b]] = order[first : first + blocks[b]]
+    table = torch.nn.utils.rnn.pad_sequence([*order.split(blocks)], batch_first=True)
     caches = []
     for _ in range(max(1, min(128, ROTATED // case.bytes()))):
         cache = torch.empty(sum(blocks), case.page, case.width, device="cuda", dtype=case.dtype)
         for part in cache.split(4096):
             part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
         caches.append(cache)
-    # As vLLM has W_UV of plain weights: dense in L.
-    shape = case.heads, case.values, case.latent
-    w_uv = [
-        (torch.randn(shape, device="cuda", dtype=BF16) / case.latent**0.5).transpose(1, 2)
-        for _ in (caches if case.values else ())
-    ]
+    shape = case.heads, case.latent, case.values
+    w_uv = [make_w_uv(*shape) for _ in (caches if case.values else ())]
     rows = case.batch * case.queries
     q = torch.randn(rows, case.heads, case.width, device="cuda", dtype=BF16).to(case.dtype)
     lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
@@ -156,7 +150,7 @@ def exact(inputs: Inputs, b: int) -> tuple[torch.Tensor, slice]:
     scale = 0.5 if case.dtype == FP8 else 1.0
     keys = inputs.caches[-1][inputs.table[b, : -(-length // case.page)].long()]
     keys = keys.view(-1, case.width)[:length].double() * scale
-    want, _ = exact_attention(inputs.q[rows].double(), keys, case.scale * scale, case.latent)
+    want, _ = exact_attention(inputs.q[rows].double() * scale, keys, case.latent)
     if inputs.w_uv:
         want = torch.einsum("thl,hlv->thv", want, inputs.w_uv[-1].double())
     return want, rows
@@ -169,39 +163,32 @@ def error(inputs: Inputs) -> float:
     return worst([distance(inputs.out[rows], want) for want, rows in wanted])
 
 
-def prepare(inputs: Inputs, build: Candidate) -> tuple[torch.cuda.CUDAGraph, float, Call]:
-    """A candidate's graph, a call on each cache, the error of the last one's, and the call, which
-    keeps what the graph reads."""
-    call = build(inputs)
+def build(inputs: Inputs, candidate: Candidate) -> tuple[Call, float]:
+    """A candidate's call by its cache, and the error of that on the last one."""
+    call = candidate(inputs)
     inputs.out.fill_(torch.nan)
     call(-1)  # the last cache, and the sign for `Inputs.behind` to keep the result
-    apart = error(inputs)
-    return capture_calls(call, len(inputs.caches)), apart, call
+    return call, error(inputs)
 
 
-def make_plan(case: Case, cap: int = -1) -> PersistentDecodePlan:
-    """A plan with the settings that suit the kernel; `cap` as max_split_per_batch."""
-    settings = plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda")
-    return PersistentDecodePlan.allocate(
+def ours(inputs: Inputs) -> Call:
+    """This library."""
+    case = inputs.case
+    plan = PersistentDecodePlan.allocate(
         max_batch=max(case.batch, PLANNED), max_query_len=case.queries, num_heads=case.heads,
         q_dtype=case.dtype, kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent,
-        planner="portable", max_split_per_batch=cap, **settings,
+        max_split_per_batch=case.max_split_per_batch,
+        **plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda"),
     )  # fmt: skip
-
-
-def ours(inputs: Inputs, cap: int = -1) -> Call:
-    """This library; `cap` as in `make_plan`."""
-    plan = make_plan(inputs.case, cap)
     plan.refresh(
         qo_indptr=inputs.starts, seq_lens=inputs.lens, num_tokens=len(inputs.q),
-        max_query_len=inputs.case.queries,
+        max_query_len=case.queries,
     )  # fmt: skip
 
     def call(i: int) -> None:
         persistent_mla_decode(
-            inputs.q, inputs.caches[i], plan, block_table=inputs.table,
-            softmax_scale=inputs.case.scale, q_scale=inputs.scale, kv_scale=inputs.scale,
-            out=inputs.latents,
+            inputs.q, inputs.caches[i], plan, block_table=inputs.table, softmax_scale=case.scale,
+            q_scale=inputs.scale, kv_scale=inputs.scale, out=inputs.latents,
             epilogue=Epilogue(inputs.w_uv[i], inputs.out.flatten(1)) if inputs.w_uv else None,
         )  # fmt: skip
 

@@ -11,24 +11,25 @@ import argparse
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
 from mla_fusion.attention import PersistentDecodePlan, reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
+from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli import version_of
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave, quantiles
+from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
 RESULT = [*KEY, "candidate", *TIMES, "worst_step"]
 FP8, BF16, PAGE, LATENT, ROPE = torch.float8_e4m3fn, torch.bfloat16, 64, 512, 64
 WEIGHTS = 2**27  # bytes of W_UV that a graph walks over, at most: more than the L2 cache
+MOST_CALLS = 64  # of a graph
+QUANTIZATIONS = "none", "tensor", "group"
 MOST_PIECES = 256  # of a step: about what two CTAs on each SM make
 OURS, VLLM = "ours", "vllm"
 WRONG = 1 << 20  # steps of a result that is wrong as a whole
@@ -48,62 +49,50 @@ class Case:
     quantization: str
 
 
-def grid(
-    tokens: Iterable[int],
-    heads: Iterable[int],
-    pieces: Iterable[int],
-    values: int,
-    quantizations: Iterable[str] = ("none", "tensor", "group"),
-) -> list[Case]:
-    """Every case, in no more splits than a step has."""
-    every = itertools.product(tokens, heads, pieces, quantizations)
-    cases = (Case(t, h, min(s, MOST_PIECES // t), values, q) for t, h, s, q in every)
-    return list(dict.fromkeys(cases))
-
-
 def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings) -> bool:
     """Measure it; whether every result passed its check."""
     torch.manual_seed(0)
-    cases = grid(settings.tokens, settings.heads, settings.splits, GROUP)
+    sizes = settings.tokens, settings.heads, settings.splits
+    # No more splits than a step has.
+    cases = dict.fromkeys(
+        Case(tokens, heads, min(splits, MOST_PIECES // tokens), GROUP, quantization)
+        for tokens, heads, splits, quantization in itertools.product(*sizes, QUANTIZATIONS)
+    )
 
     def rows(case: Case) -> list[Row]:
         return measure(case, settings.rounds)
 
-    with torch.device("cuda"):
-        wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
+    wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
     print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
     return not wrong
 
 
-def make(case: Case, calls: int = 64) -> list[Inputs]:
-    """Up to so many calls that differ in W_UV, behind one plan; on the default device."""
+def make(case: Case) -> list[Inputs]:
+    """Calls that differ in W_UV, behind one plan."""
     tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
-    blocks, width, columns = 2 * case.pieces, LATENT + ROPE, heads * case.values
+    blocks, device = 2 * case.pieces, "cuda"
     # Planned on the host: every such plan would compile another planner. With half as many CTAs
     # again as splits, the planner gives each two blocks: one split.
-    with torch.device("cpu"):
-        plan = PersistentDecodePlan.allocate(
-            max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
-            device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
-            kv_granularity=PAGE, overhead=1, planner="portable",
-        )  # fmt: skip
-        lens, rows = torch.full((tokens,), PAGE * blocks).int(), torch.arange(tokens + 1).int()
-        plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=tokens, max_query_len=1)
+    plan = PersistentDecodePlan.allocate(
+        max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
+        device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
+        kv_granularity=PAGE, overhead=1,
+    )  # fmt: skip
+    lens, rows = torch.full((tokens,), PAGE * blocks).int(), torch.arange(tokens + 1).int()
+    plan.refresh(qo_indptr=rows, seq_lens=lens, num_tokens=tokens, max_query_len=1)
     for name, tensor in plan.tensors().items():
         setattr(plan, name, tensor.cuda())
-    pages = torch.arange(tokens * blocks).int().view(tokens, blocks)
-    cache = torch.randn(tokens * blocks, PAGE, width, dtype=BF16).to(FP8)
-    q = torch.randn(tokens, heads, width, dtype=BF16).to(FP8)
-    latents, half = torch.empty(tokens, heads, LATENT, dtype=BF16), torch.full((1,), 0.5)
-    out = torch.empty(tokens, columns, dtype=BF16 if case.quantization == "none" else FP8)
-    scales = {"tensor": half, "group": torch.empty(columns // GROUP, tokens).T}
-    scale, made = scales.get(case.quantization), []
-    for _ in range(min(calls, max(8, WEIGHTS // (2 * columns * LATENT)))):
-        # As vLLM has it: dense in L.
-        w_uv = torch.randn(heads, case.values, LATENT, dtype=BF16) / LATENT**0.5
-        every = q, cache, plan, pages, width**-0.5, half, half, latents, None
-        made.append(Inputs(*every, Epilogue(w_uv.transpose(1, 2), out, scale)))
-    return made
+    pages = torch.arange(tokens * blocks, device=device).int().view(tokens, blocks)
+    cache = torch.randn(tokens * blocks, PAGE, LATENT + ROPE, device=device).to(FP8)
+    q = torch.randn(tokens, heads, LATENT + ROPE, device=device).to(FP8)
+    latents = torch.empty(tokens, heads, LATENT, device=device, dtype=BF16)
+    scale = torch.full((1,), 0.5, device=device)
+    every = q, cache, plan, pages, q.shape[2] ** -0.5, scale, scale, latents, None
+    weights = heads * LATENT * case.values * BF16.itemsize
+    count = min(MOST_CALLS, max(8, WEIGHTS // weights))
+    w_uv = [kit.make_w_uv(heads, LATENT, case.values) for _ in range(count)]
+    epilogue = kit.make_epilogue(w_uv[0], tokens, case.quantization)
+    return [Inputs(*every, dataclasses.replace(epilogue, w_uv=each)) for each in w_uv]
 
 
 def ours(given: Inputs) -> None:
@@ -175,23 +164,19 @@ def measure(case: Case, rounds: int) -> list[Row]:
     calls[0].plan.fresh = False
 
     def captured(*every: Step) -> torch.cuda.CUDAGraph:
-        def call(index: int) -> None:
-            for step in every:
-                step(calls[index])
-
-        return capture_calls(call, len(calls))
+        return capture_calls(lambda i: [step(calls[i]) for step in every], len(calls))
 
     errors = {name: worst_step(calls[0], step) for name, step in CANDIDATES.items()}
     graphs = {("back", name): captured(step) for name, step in CANDIDATES.items()}
     graphs |= {("behind", n): captured(provider.decode, step) for n, step in CANDIDATES.items()}
     alone = "alone", ""
     times = interleave({alone: captured(provider.decode), **graphs}, len(calls), rounds)
-    less = {"back": 0.0, "behind": quantiles(times.pop(alone))["p50_us"]}
+    less = {"back": 0.0, "behind": times.pop(alone)["p50_us"]}
     known = dataclasses.asdict(case) | {"pieces": int(calls[0].plan.reduce_indptr.diff().max())}
     rows: list[Row] = [
         known | {"place": place, "candidate": name, "worst_step": errors[name]}
-        | {q: round(us - less[place], 3) for q, us in quantiles(samples).items()}
-        for (place, name), samples in times.items()
+        | {quantile: us - less[place] for quantile, us in us_of.items()}
+        for (place, name), us_of in times.items()
     ]  # fmt: skip
     show(rows)
     return rows
@@ -211,15 +196,13 @@ def show(rows: list[Row]) -> None:
 
 def summary(rows: list[Row]) -> list[Row]:
     """Print the mean of vLLM's times over ours, and where ours takes longer; the wrong rows."""
-    us: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in rows:
-        us.setdefault(tuple(row[name] for name in KEY), {})[row["candidate"]] = row["p50_us"]
-    gains = {key: found[VLLM] / found[OURS] for key, found in us.items()}
-    for key, gain in gains.items():
-        if gain < 0.97:
-            print(f"{key}: ours {us[key][OURS]:.2f}, vllm {us[key][VLLM]:.2f}")
-    mean = statistics.geometric_mean(gains.values())
-    print(f"vllm over ours: geometric mean {mean:.2f}, least {min(gains.values()):.2f}")
+    gains = []
+    for key, us in kit.medians(rows, KEY).items():
+        gains.append(us[VLLM] / us[OURS])
+        if gains[-1] < 0.97:
+            print(f"{key}: ours {us[OURS]:.2f}, vllm {us[VLLM]:.2f}")
+    mean = statistics.geometric_mean(gains)
+    print(f"vllm over ours: geometric mean {mean:.2f}, least {min(gains):.2f}")
     wrong = [row for row in rows if row["worst_step"] > 1]
     print(f"wrong rows: {wrong}")
     return wrong

@@ -7,13 +7,9 @@ neighbours meet all of them alike.
 import csv
 import dataclasses
 import functools
-import multiprocessing
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,15 +18,18 @@ import torch
 
 from mla_fusion.attention.aiter.selection import FP8_OF
 from mla_fusion.attention.plan.device import architecture
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
 from mla_fusion.cli import UserError, version_of
 
 T = TypeVar("T")
 C = TypeVar("C")
 Row = dict[str, Any]
+Call = Callable[[int], object]
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
 TIMES = ["p20_us", "p50_us", "p80_us"]
 # A peer that is not here, or that this vLLM calls otherwise.
 UNAVAILABLE = ImportError, RuntimeError, AttributeError, ValueError, TypeError
+say_once = functools.cache(functools.partial(print, flush=True))
 POISON = 0x5A
 """The byte that outputs are filled with before a call."""
 
@@ -60,7 +59,7 @@ class Ceilings:
         return max(work.bytes() / self.gbps / 1e3, work.flops() / self.tflops / 1e6)
 
 
-def capture_calls(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
+def capture_calls(call: Call, count: int) -> torch.cuda.CUDAGraph:
     """A graph of `count` calls, after a first one that is not captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -75,9 +74,9 @@ def capture_calls(call: Callable[[int], object], count: int) -> torch.cuda.CUDAG
 
 
 def interleave(
-    graphs: dict[T, torch.cuda.CUDAGraph], layers: int, rounds: int
-) -> dict[T, list[float]]:
-    """Microseconds per layer of every graph, one sample per round."""
+    graphs: dict[T, torch.cuda.CUDAGraph], calls: int, rounds: int
+) -> dict[T, dict[str, float]]:
+    """`TIMES` of a call of every graph, in microseconds, of one sample per round."""
     samples: dict[T, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -89,46 +88,33 @@ def interleave(
             end.record()
             samples[name].append((begin, end))
         torch.cuda.synchronize()
-    return {
-        name: [begin.elapsed_time(end) * 1e3 / layers for begin, end in pairs]
-        for name, pairs in samples.items()
-    }
+    times = {}
+    for name, pairs in samples.items():
+        us = [begin.elapsed_time(end) * 1e3 / calls for begin, end in pairs]
+        times[name] = dict(zip(TIMES, np.quantile(us, (0.2, 0.5, 0.8)).tolist(), strict=True))
+    return times
 
 
 def compare(
-    names: Iterable[T],
-    prepare: Callable[[T], tuple[torch.cuda.CUDAGraph, C, object]],
-    calls: int,
-    rounds: int,
-) -> list[tuple[T, C, list[float]]]:
-    """Each candidate that is here, what its check found, and its microseconds per call. prepare: a
-    graph of `calls` calls, what a check found, and what the graph reads, which must live as long.
-    """
+    names: Iterable[T], build: Callable[[T], tuple[Call, C]], calls: int, rounds: int
+) -> list[tuple[T, C, dict[str, float]]]:
+    """Each candidate that is here, what its check found, and its `TIMES`. build: a function of the
+    number of the call, which keeps what a graph of `calls` of them reads; and what the check of one
+    found."""
     graphs, checks, kept = {}, {}, []
     for name in names:
         try:
-            graphs[name], checks[name], tensors = prepare(name)
-            kept.append(tensors)
+            call, checks[name] = build(name)
+            graphs[name] = capture_calls(call, calls)
+            kept.append(call)
         except UNAVAILABLE as problem:
             say_once(f"{name} left out: {type(problem).__name__} {str(problem)[:300]}")
     times = interleave(graphs, calls, rounds)
-    return [(name, checks[name], samples) for name, samples in times.items()]
+    return [(name, checks[name], times[name]) for name in graphs]
 
 
-@functools.cache
-def say_once(line: str) -> None:
-    """Print a line, unless this process has."""
-    print(line, flush=True)
-
-
-def quantiles(samples: Sequence[float]) -> dict[str, float]:
-    """p20, median and p80, as `TIMES`."""
-    return dict(zip(TIMES, np.quantile(samples, (0.2, 0.5, 0.8)).tolist(), strict=True))
-
-
-def rates(work: Work, samples: Sequence[float]) -> dict[str, float]:
+def rates(work: Work, times: dict[str, float]) -> dict[str, float]:
     """The times of a shape with its GB/s and TFLOP/s."""
-    times = quantiles(samples)
     us = times["p50_us"]
     return {**times, "gbps": work.bytes() / us / 1e3, "tflops": work.flops() / us / 1e6}
 
@@ -166,19 +152,18 @@ def worst(errors: Sequence[float]) -> float:
 
 def agreement(*pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
     """Share of equal elements, and the largest distance in steps, over pairs of tensors."""
-    distances = [steps(got, want).flatten() for got, want in pairs]
-    equal = sum(int((distance == 0).sum()) for distance in distances)
-    total = sum(map(torch.numel, distances))
-    most = max((int(distance.max()) for distance in distances if distance.numel()), default=0)
-    return equal / total if total else 1.0, most
+    distances = torch.cat([steps(got, want).flatten() for got, want in pairs])
+    if not len(distances):
+        return 1.0, 0
+    return int((distances == 0).sum()) / len(distances), int(distances.max())
 
 
 def exact_attention(
-    q: torch.Tensor, keys: torch.Tensor, scale: float, latent: int, sink: torch.Tensor | None = None
+    q: torch.Tensor, keys: torch.Tensor, latent: int, sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, H, latent] and LSE [n, H], without the sink [H], of queries [n, H, L + R] over
     keys [s, L + R], all in float64. Row i of the n sees all but the last n - 1 - i keys."""
-    scores = scale * q @ keys.T
+    scores = q.shape[2] ** -0.5 * q @ keys.T
     after = torch.arange(len(q) - 1, -1, -1, device=q.device)
     seen = torch.arange(len(keys), device=q.device) < len(keys) - after[:, None]
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
@@ -187,6 +172,25 @@ def exact_attention(
     # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
     weights = (scores - total[..., None]).exp().nan_to_num(nan=0.0)
     return weights @ keys[:, :latent], lse
+
+
+def make_w_uv(heads: int, latent: int, values: int, device: str = "cuda") -> torch.Tensor:
+    """A random W_UV [H, L, V], bf16: dense in L, as vLLM has that of plain weights."""
+    w_uv = torch.randn(heads, values, latent, device=device, dtype=torch.bfloat16)
+    return (w_uv / latent**0.5).transpose(1, 2)
+
+
+def make_epilogue(w_uv: torch.Tensor, rows: int, quantization: str) -> Epilogue:
+    """What follows a decode of so many query rows."""
+    columns = w_uv.shape[0] * w_uv.shape[2]
+    dtype = w_uv.dtype if quantization == "none" else torch.float8_e4m3fn
+    out = w_uv.new_empty((rows, columns), dtype=dtype)
+    scale = None
+    if quantization == "tensor":
+        scale = w_uv.new_full((1,), 0.01, dtype=torch.float32)
+    elif quantization != "none":  # as vLLM has them
+        scale = w_uv.new_empty((columns // GROUP, rows), dtype=torch.float32).T
+    return Epilogue(w_uv, out, scale, quantization == "group_ue8m0")
 
 
 def measure_ceilings() -> Ceilings:
@@ -199,21 +203,6 @@ def measure_ceilings() -> Ceilings:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = do_bench(lambda: a @ b) / 1e3
     return Ceilings(gbps=2 * source.numel() / copy / 1e9, tflops=2 * 8192**3 / product / 1e12)
-
-
-def compile_ahead(launch: Callable[[T], str], given: Sequence[T]) -> None:
-    """Call `launch` with each of `given`, in as many processes as there are cores, and print what
-    it returns: the name of what it compiled. What fails is compiled by the benchmark itself."""
-    if len(given) < 2:
-        return
-    start = time.monotonic()
-    workers = min(len(given), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(launch, each) for each in given]):
-            problem = done.exception()
-            failed = f"not compiled ahead: {type(problem).__name__} {problem}"[:300]
-            text = failed if problem else f"{done.result()} compiled"
-            print(f"{text}, {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _output(*command: str) -> str:
@@ -243,10 +232,9 @@ def table(
     columns: Sequence[str],
     work: Iterable[T],
     measure: Callable[[T], list[Row]],
-    written: Callable[[Row], Row] = dict,
 ) -> list[Row]:
     """Measure each shape, and write its rows behind `FACTS` into a CSV file that is complete after
-    each; all rows. written: a row as the file has it."""
+    each, numbers with six digits; all rows."""
     rows: list[Row] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -254,15 +242,21 @@ def table(
         writer.writeheader()
         for shape in work:
             rows += (new := measure(shape))
-            writer.writerows({**facts, **written(row)} for row in new)
+            for row in new:
+                short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+                writer.writerow({**facts, **short})
             file.flush()
             torch.cuda.empty_cache()
     return rows
 
 
-def four_digits(row: Row) -> Row:
-    """A row as it is written."""
-    return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+def medians(rows: Iterable[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], dict[str, float]]:
+    """The median of each candidate, by what the rows have in `columns`."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        of_shape = found.setdefault(tuple(row[name] for name in columns), {})
+        of_shape[row["candidate"]] = row["p50_us"]
+    return found
 
 
 def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:

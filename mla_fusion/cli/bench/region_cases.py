@@ -155,8 +155,8 @@ class Region:
 def make_weights(heads: int, layers: int, widths: Widths = DEEPSEEK) -> list[torch.Tensor]:
     """`layers` random W_UK of [heads, P, L], bf16."""
     nope, _, latent = widths
-    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    return [torch.randn(heads, nope, latent, **made) / nope**0.5 for _ in range(layers)]
+    weights = torch.randn(layers, heads, nope, latent, device="cuda", dtype=torch.bfloat16)
+    return [*weights / nope**0.5]
 
 
 def make_region(case: Case, weights: list[torch.Tensor]) -> Region:

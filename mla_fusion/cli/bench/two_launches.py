@@ -11,8 +11,7 @@ import triton.language as tl
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
-from mla_fusion.kernels.triton_cast import Given, cast
-from mla_fusion.kernels.triton_rows import cache_rows, rotated_rows
+from mla_fusion.kernels.triton_rows import Given, cache_rows, cast, rotated_rows
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])

@@ -1,5 +1,6 @@
-"""`mla-fusion calibrate`: measures on this GPU what `attention=auto` decides by; see `measure.py`,
-which is imported where there is a GPU: it takes seconds.
+"""Checks the decode kernels as mla-fusion selftest does, times the portable decode of a model's
+layer against vLLM's backends on this GPU, and writes the rows for attention=auto. Takes up to 5
+minutes for a model. Run it on an idle GPU, and again after an upgrade of mla-fusion or Triton.
 """
 
 import argparse
@@ -10,12 +11,6 @@ from mla_fusion.cli import option, require, require_gpu, zero_or_more
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Checks the decode kernels as mla-fusion selftest does, times the portable decode of a "
-        "model's layer against vLLM's backends on this GPU, and writes the rows for "
-        "attention=auto. Takes up to 5 minutes for a model. Run it on an idle GPU, and again after "
-        "an upgrade of mla-fusion or Triton."
-    )
     text = (
         "as for mla-fusion check: a file or its folder; without it all shapes that the shipped "
         "measurements have, and only --out counts"
@@ -32,6 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the file was written, 1 if a result was wrong or nothing could be compared."""
     require_gpu()
     require("vllm", "mla_fusion.passes")
-    from mla_fusion.cli.calibrate import measure
+    from mla_fusion.cli.calibrate import measure  # takes seconds
 
     return measure.run(arguments)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.triton import choice
+from mla_fusion.attention import triton
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
@@ -25,8 +25,7 @@ from mla_fusion.cli.bench.decode_peers import Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config
-from mla_fusion.cli.selftest.kernels import NAMES
-from mla_fusion.cli.selftest.watch import run_checks
+from mla_fusion.cli.selftest.kernels import NAMES, run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
 
@@ -42,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     if torch.version.hip:
         raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
     kernels = measured.kernels()
-    wanted = [_settings(arguments)] if arguments.model else every()
+    shapes = [_of_model(arguments)] if arguments.model else every()
     folder = arguments.out or vllm_compat.tables_folder()
     make_folder(folder, "--out")
-    names = concerned({settings.dtype for settings in wanted})
+    names = concerned({cases[0].dtype for cases in shapes})
     print(f"selftest of {len(names)} kernels first: a wrong one has no time", flush=True)
     if any(row.verdict == "WRONG" for row in run_checks(names)):
         print("nothing is measured; open an issue with `mla-fusion selftest --json FILE`")
@@ -53,7 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     # As the engine will ask for it.
     facts = {**environment(), "gpu": vllm_compat.gpu_name()}
     path = folder / measured.file_name(facts["gpu"])
-    shapes = [decode.grid(settings, [settings.dtype]) for settings in wanted]
     decode.compile_ours(itertools.chain(*shapes))
     # Each is stored when it is measured: the whole list may be interrupted.
     return max(calibrate(cases, facts, path, kernels) for cases in shapes)
@@ -64,13 +62,13 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     cases.sort(key=lambda case: case.batch)
     torch.manual_seed(0)
     dtype, timed = cases[0].dtype, []
-    offered = peers.CANDIDATES[dtype]
+    names = [*peers.CANDIDATES[dtype]]
     # Elsewhere all peers, of which one that is missing is left out: `auto` compares with the one
     # that the engine has.
     if torch.cuda.get_device_capability() == HOPPER:
-        offered = {name: offered[name] for name in (decode.OURS, peers.VLLM_DEFAULT[dtype])}
+        names = [decode.OURS, peers.VLLM_DEFAULT[dtype]]
     for case in paced(cases):
-        timed += decode.measure(case, offered, ROUNDS)
+        timed += decode.measure(case, names, ROUNDS)
         torch.cuda.empty_cache()
     wrong = sum(row["candidate"] == decode.OURS and not decode.is_right(row) for row in timed)
     if wrong:
@@ -88,30 +86,30 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
 
 def concerned(types: set[torch.dtype]) -> list[str]:
     """The checks of `mla-fusion selftest` for what the portable decode launches here."""
+    modules = triton.kernels(torch.device("cuda"))
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
-    decodes = [f"decode {module} {kind}" for module in choice.kernels(torch.device("cuda"))
-               for kind in kinds]  # fmt: skip
-    return [name for name in NAMES if name in ("planner", "epilogue", *decodes)]
+    decodes = {f"decode {module} {kind}" for module in modules for kind in kinds}
+    return [name for name in NAMES if name in {"planner", "epilogue", *decodes}]
 
 
-def every() -> list[argparse.Namespace]:
-    """The settings of every shape that a shipped file has."""
+def every() -> list[list[Case]]:
+    """Every shape that a shipped file has."""
     shapes = {
         (each["dtype"], each["heads"], each["queries"], each["values"])
         for file in sorted(measured.FOLDER.glob("*.json"))
         for each in json.loads(file.read_bytes())["shapes"]
     }
-    return [_of_shape(getattr(torch, dtype), *rest) for dtype, *rest in sorted(shapes)]
+    return [_cases(getattr(torch, dtype), *rest) for dtype, *rest in sorted(shapes)]
 
 
-def _of_shape(dtype: torch.dtype, heads: int, queries: int, values: int) -> argparse.Namespace:
-    """The settings of `bench decode` for a shape."""
-    shape = {"heads": [heads], "queries": [queries], "values": values, "dtype": dtype}
-    return argparse.Namespace(**{**decode.DEFAULTS, **GRID, **shape})
+def _cases(dtype: torch.dtype, heads: int, queries: int, values: int) -> list[Case]:
+    """The steps of a shape, as `bench decode` has them."""
+    shape = {"heads": [heads], "queries": [queries], "values": values}
+    return decode.grid(argparse.Namespace(**{**decode.DEFAULTS, **GRID, **shape}), [dtype])
 
 
-def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Those of `bench decode` for a model.
+def _of_model(arguments: argparse.Namespace) -> list[Case]:
+    """The steps of a model's layer.
 
     Raises:
         UserError: the config is not one of a model that `auto` may decode.
@@ -127,7 +125,7 @@ def _settings(arguments: argparse.Namespace) -> argparse.Namespace:
         )
     dtype = peers.FP8 if arguments.kv_cache_dtype.startswith("fp8") else peers.BF16
     heads, queries = layer["num_attention_heads"], 1 + arguments.speculative_tokens
-    return _of_shape(dtype, heads, queries, layer["v_head_dim"])
+    return _cases(dtype, heads, queries, layer["v_head_dim"])
 
 
 def paced(cases: list[Case]) -> Iterator[Case]:
@@ -148,7 +146,6 @@ def paced(cases: list[Case]) -> Iterator[Case]:
 
 def store(path: Path, new: dict[str, Any], kernels: str) -> None:
     """Write the shapes, and keep those that the file has of other ones and of the same kernels."""
-
     name = operator.itemgetter("dtype", "heads", "queries", "backend", "values")
     shapes = new["shapes"]
     if measured.read(path, new["gpu"], kernels):

@@ -4,12 +4,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mla_fusion.cli.bench.decode import OURS
-from mla_fusion.cli.bench.decode_peers import BF16, FP8
+from mla_fusion.cli.bench.decode import OURS, TYPES
 from mla_fusion.cli.bench.kit import TIMES
 from mla_fusion.runtime import measured
 
-DTYPES = {"bf16": str(BF16).removeprefix("torch."), "fp8": str(FP8).removeprefix("torch.")}
 BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA",
             "flashinfer_mla": "FLASHINFER_MLA"}  # fmt: skip
 FACTS = "vllm", "triton", "commit", "command"
@@ -31,13 +29,12 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             if not pairs:
                 continue
             ours, _ = next(iter(pairs.values()))
-            table["shapes"].append(
-                {"dtype": DTYPES[dtype], "heads": heads, "queries": queries, "backend": backend}
-                | {"values": values}
-                | {name: ours[name] for name in FACTS}
-                | {"rows": [[*step, *(float(f"{float(row[t]):.4g}") for row in pair for t in TIMES)]
-                            for step, pair in pairs.items()]}
-            )  # fmt: skip
+            table["shapes"].append({
+                "dtype": str(TYPES[dtype])[6:], "heads": heads, "queries": queries,
+                "backend": backend, "values": values, **{name: ours[name] for name in FACTS},
+                "rows": [[*step, *(float(f"{float(row[t]):.4g}") for row in pair for t in TIMES)]
+                         for step, pair in pairs.items()],
+            })  # fmt: skip
     return found
 
 

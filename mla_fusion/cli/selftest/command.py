@@ -1,7 +1,5 @@
-"""`mla-fusion selftest`: is every kernel right on this GPU?
-
-Each runs in a process of its own (`watch.py`) against float64 on hostile inputs: `decode.py`,
-`region.py`, `sparse.py` and `planner.py` say which; `kernels.py` has the list.
+"""Runs every kernel that this GPU can launch against float64 on hostile inputs, in a few minutes.
+Exit status 0 if all are right, 1 if one is wrong or never ends, 2 without a GPU.
 """
 
 import argparse
@@ -16,10 +14,6 @@ from mla_fusion.cli import require_gpu, write
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = (
-        "Runs every kernel that this GPU can launch against float64 on hostile inputs, in a few "
-        "minutes. Exit status 0 if all are right, 1 if one is wrong or never ends, 2 without a GPU."
-    )
     parser.add_argument("--thorough", action="store_true", help="more shapes and repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, for an issue report")
 
@@ -28,8 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if every kernel that runs here is right, else 1."""
     require_gpu()
     from mla_fusion.cli.bench.kit import environment
-    from mla_fusion.cli.selftest.kernels import NAMES
-    from mla_fusion.cli.selftest.watch import run_checks
+    from mla_fusion.cli.selftest.kernels import NAMES, run_checks
 
     began, facts = time.monotonic(), environment()
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ", flush=True)

@@ -7,16 +7,17 @@ after the end of a sequence name no block. Plans, outputs and partial results ar
 import dataclasses
 import importlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import exact_attention
+from mla_fusion.cli.bench.kit import exact_attention, make_epilogue, make_w_uv
 from mla_fusion.cli.selftest import outcome
 from mla_fusion.cli.selftest.outcome import Outcome
 
@@ -25,11 +26,10 @@ SCALE = 0.5  # of an fp8 query, and of an fp8 cache
 # fp8 products of Hopper sum up in fewer bits than fp32 has.
 LSE_BF16, LSE_FP8 = 1e-5, 2e-3
 ROUNDED = 3.2e-2  # relative distance of a result in e4m3: three bits of mantissa move it by 2.6e-2
-OUT_SCALE = 0.01  # of a result quantized by one scale
 MOST_SCORES = 2**25  # of a sequence in float64, so that a GPU of 16 GiB holds them
+LONGEST = 100_000  # KV tokens of a sequence
 HUGE = 2**32 + 2**30  # bytes of a cache
 NEEDED = 12 * 2**30  # bytes that must be free for it
-GROUP = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,10 @@ class Shape:
     batch: int = 0
 
     @property
+    def width(self) -> int:
+        return self.latent + self.rope
+
+    @property
     def name(self) -> str:
         words = [f"{self.heads} heads x {self.queries} rows, pages of {self.page}"]
         words += [f"{self.latent} + {self.rope}", str(self.kv)[6:]]
@@ -71,60 +75,44 @@ class Bench(outcome.Bench):
         self.bound = TOLERANCE if shape.quantization == "none" else ROUNDED
         self.lse_bound = LSE_FP8 if shape.kv.itemsize == 1 else LSE_BF16
         self.kernel, self.shape, self.device, self.longest = kernel, shape, device, longest
-        width, page = shape.latent + shape.rope, shape.page
+        heads, latent, page, width = shape.heads, shape.latent, shape.page, shape.width
         self.batch = shape.batch or len(self.lengths())
-        self.blocks = sum(-(-n // page) for n in self.lengths()) + 2
-        entry = width + shape.gap
+        self.rows = self.batch * shape.queries
+        pages = [-(-n // page) for n in self.lengths()]
+        self.blocks, entry = sum(pages) + 2, width + shape.gap
         # Blocks are whole entries apart, as the tensor copy engine wants them.
         step = (page + bool(shape.gap)) * entry
         if shape.huge:
             self.blocks = max(self.blocks, HUGE // (step * shape.kv.itemsize))
         self.storage = torch.empty(self.blocks * step, dtype=shape.kv, device=device)
         self.cache = self.storage.as_strided((self.blocks, page, width), (step, entry, 1))
-        columns = max(-(-n // page) for n in self.lengths()) + 1
-        self.table = torch.empty(self.batch, columns, dtype=torch.int32, device=device)
-        self.starts = torch.zeros(self.batch + 1, dtype=torch.int32, device=device)
-        self.lens = torch.zeros(self.batch, dtype=torch.int32, device=device)
-        self.rows = self.batch * shape.queries
-        q = torch.randn(self.rows, shape.heads, entry, device=device)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.table = torch.empty(self.batch, max(pages) + 1, **integers)
+        self.starts = torch.zeros(self.batch + 1, **integers)
+        self.lens = torch.zeros(self.batch, **integers)
+        q = torch.randn(self.rows, heads, entry, device=device)
         self.q = q.to(shape.q)[..., shape.gap :]
-        self.wide = q.new_empty(*q.shape[:2], shape.latent + shape.gap, dtype=BF16)
-        self.out, self.lse = self.wide[..., : shape.latent], q.new_empty(q.shape[:2])
-        self.scale = torch.full((1,), SCALE, device=device)
-        self.plan = self.new_plan()
-        self.epilogue = self.new_epilogue() if shape.values else None
+        self.wide = q.new_empty(self.rows, heads, latent + shape.gap, dtype=BF16)
+        self.out, self.lse = self.wide[..., :latent], q.new_empty(self.rows, heads)
+        self.scale = q.new_full((1,), SCALE)
+        # A CPU has no number of CTAs of its own.
+        settings: dict[str, Any] = {"ctas": 5, "overhead": 1}
+        if device != "cpu":
+            settings = provider.plan_settings(heads, shape.queries, shape.kv, width, device)
+        self.plan = PersistentDecodePlan.allocate(
+            max_batch=max(16, shape.batch), max_query_len=shape.queries, num_heads=heads,
+            q_dtype=shape.q, kv_dtype=shape.kv, device=device, v_head_dim=latent, **settings,
+        )  # fmt: skip
+        self.epilogue: Epilogue | None = None
+        if shape.values:
+            w_uv = make_w_uv(heads, latent, shape.values, device)
+            self.epilogue = make_epilogue(w_uv, self.rows, shape.quantization)
 
     def lengths(self) -> list[int]:
         """Hostile KV lengths: none, one, around a page and a tile, and a long one."""
         page, most = self.shape.page, self.longest
         short = [0, 1, page - 1, page, page + 1, 63, 64, 65, 5 * page + 3]
         return [*short * max(1, -(-self.shape.batch // len(short))), most]
-
-    def new_plan(self) -> PersistentDecodePlan:
-        """A plan as the provider wants it; a CPU has no number of CTAs of its own."""
-        shape = self.shape
-        settings: dict[str, Any] = {"ctas": 5, "overhead": 1}
-        if self.device != "cpu":
-            layer = shape.heads, shape.queries, shape.kv, shape.latent + shape.rope
-            settings = provider.plan_settings(*layer, self.device)
-        return PersistentDecodePlan.allocate(
-            max_batch=max(16, shape.batch), max_query_len=shape.queries, num_heads=shape.heads,
-            q_dtype=shape.q, kv_dtype=shape.kv, device=self.device, v_head_dim=shape.latent,
-            **settings,
-        )  # fmt: skip
-
-    def new_epilogue(self) -> Epilogue:
-        """W_UV dense in L, as vLLM has it, and what is written behind it."""
-        shape, columns = self.shape, self.shape.heads * self.shape.values
-        w = torch.randn(shape.heads, shape.values, shape.latent, device=self.device)
-        w_uv = (w / shape.latent**0.5).to(BF16).transpose(1, 2)
-        dtype = BF16 if shape.quantization == "none" else torch.float8_e4m3fn
-        out = w.new_empty((self.rows, columns), dtype=dtype)
-        groups = w.new_empty((self.rows, columns // GROUP))
-        scale = {"none": None, "tensor": w.new_full((1,), OUT_SCALE)}.get(
-            shape.quantization, groups
-        )
-        return Epilogue(w_uv, out, scale, shape.quantization == "group_ue8m0")
 
     def draw(self, rng: random.Random, ragged: bool) -> tuple[list[int], list[int]]:
         """Query rows and KV tokens of each sequence. ragged: some have fewer rows, or none."""
@@ -148,15 +136,13 @@ class Bench(outcome.Bench):
         shape, page = self.shape, self.shape.page
         nan = 0x80 if shape.kv == torch.float8_e4m3fnuz else 0xFF
         self.storage.view(torch.uint8).fill_(nan)
-        order = torch.randperm(self.blocks, device=self.device)
+        counts = [-(-n // page) for n in lengths]
+        order = torch.randperm(self.blocks, device=self.device)[: sum(counts)].split(counts)
         self.table.fill_(2**30)
-        first = 0
-        for b, length in enumerate(lengths):
-            pages = order[first : first + -(-length // page)]
-            first += len(pages)
+        for b, (length, pages) in enumerate(zip(lengths, order, strict=True)):
             self.table[b, : len(pages)] = pages.int()
             at = torch.arange(length, device=self.device)
-            keys = torch.randn(length, shape.latent + shape.rope, device=self.device)
+            keys = torch.randn(length, shape.width, device=self.device)
             # As bytes, because torch may have no such operation on fp8.
             stored = keys.to(shape.kv).view(torch.uint8)
             self.cache.view(torch.uint8)[pages[at // page], at % page] = stored
@@ -184,7 +170,7 @@ class Bench(outcome.Bench):
     def launch(self) -> None:
         """Decode by the plan of this step. An epilogue follows the kernel that is chosen."""
         given = Inputs(
-            self.q, self.cache, self.plan, self.table, self.q.shape[2] ** -0.5, self.scale,
+            self.q, self.cache, self.plan, self.table, self.shape.width**-0.5, self.scale,
             self.scale, self.out, self.lse, self.epilogue,
         )  # fmt: skip
         validate(given)
@@ -213,23 +199,15 @@ class Bench(outcome.Bench):
                 continue
             pages = self.table[b, : -(-length // shape.page)].long()
             keys = self.cache[pages].flatten(0, 1)[:length].double() * of_keys
-            q = self.q[at].double() * of_q
-            want, lse = exact_attention(q, keys, q.shape[2] ** -0.5, shape.latent)
-            if self.epilogue is None:
-                yield self.out[at], want, self.lse[at], lse
-            else:
-                product = torch.einsum("thl,hlv->thv", want, self.epilogue.w_uv.double())
-                yield self.dequantized(at), product.flatten(1), self.lse[at], lse
-
-    def dequantized(self, at: slice) -> torch.Tensor:
-        """What the epilogue wrote of some rows."""
-        assert self.epilogue is not None
-        got, scale = self.epilogue.out[at].double(), self.epilogue.scale
-        if self.epilogue.quantization == "tensor":
-            return got * OUT_SCALE
-        if scale is None:
-            return got
-        return (got.unflatten(1, (-1, GROUP)) * scale[at].double()[..., None]).flatten(1)
+            want, lse = exact_attention(self.q[at].double() * of_q, keys, shape.latent)
+            got = self.out[at]
+            if (behind := self.epilogue) is not None:
+                want = torch.einsum("thl,hlv->thv", want, behind.w_uv.double()).flatten(1)
+                got, scale = behind.out[at].double(), behind.scale
+                if scale is not None:
+                    of_groups = scale if scale.dim() == 1 else scale[at, :, None]
+                    got = (got.unflatten(1, (-1, GROUP)) * of_groups).flatten(1)
+            yield got, want, self.lse[at], lse
 
     def notes(self) -> list[str]:
         behind = self.out[sum(self.drawn[0]) :]
@@ -242,14 +220,9 @@ class Bench(outcome.Bench):
 
 
 def check(
-    kernel: str,
-    shapes: Sequence[Shape],
-    device: str = "cuda",
-    longest: int = 100_000,
-    repeats: int = 3,
+    kernel: str, shapes: list[Shape], device: str = "cuda", longest: int = LONGEST, repeats: int = 3
 ) -> Iterator[Outcome]:
-    """The cases of each shape, by a module of `mla_fusion.attention`, or by the one that is chosen.
-    longest: most KV tokens of a sequence."""
+    """The cases of each shape, decoded as in `Bench`. longest: most KV tokens of a sequence."""
     for shape in shapes:
         if shape.huge and torch.cuda.mem_get_info()[0] < NEEDED:
             shape = dataclasses.replace(shape, huge=False)

@@ -1,29 +1,34 @@
-"""Every kernel of the library by name: why it cannot run on this GPU, or its check.
-
-A name is what the command prints, and what a child process is asked for: python -m
-mla_fusion.cli.selftest.kernels NAME LIFELINE [thorough]. The child prints a line of JSON for each
-outcome; the last one is how it ended: {"end": reason}, empty if all cases ran. A kernel that never
-ends or ends the process takes only this process with it.
+"""Every kernel of the library by name: why it cannot run on this GPU, or its check, several at
+once, in a process each: a kernel that never ends or ends the process takes only that with it.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
+import os
+import subprocess
 import sys
-import traceback
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import wait
+from typing import TextIO
 
 import torch
 
 from mla_fusion.attention.cdna.fits import why_no_sparse
 from mla_fusion.attention.plan.device import cdna, has_hopper
 from mla_fusion.cli.bench.kit import fp8_type
-from mla_fusion.cli.child import end_with_parent
+from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, planner, region, sparse
 from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
 from mla_fusion.kernels.triton import no_fp8
 
+MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
+SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
 # Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
 FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]
 # By module: the shapes of its kernel, and those of a thorough check too.
@@ -109,26 +114,102 @@ def _type_of(kind: str) -> torch.dtype:
     return fp8_type()
 
 
-def main(name: str, thorough: bool) -> None:
-    """The child process: run the check of one kernel."""
-    reason = ""
+def run(job: Job, progress: TextIO) -> dict[str, str]:
+    """The work of a child process: a line of JSON for each outcome of a check; then why the kernel
+    cannot run here, "skipped", or why the check could not go on, "wrong"."""
     try:
-        for outcome in check(name, thorough):
-            say(dataclasses.asdict(outcome))
+        for outcome in check(**job.options):
+            print(json.dumps(dataclasses.asdict(outcome)), file=progress)
     except CannotRun as why:
-        reason = str(why)
+        return {"skipped": str(why)}
     except Exception as error:  # noqa: BLE001 - whatever it is, the kernel did not run
-        traceback.print_exc()
         problem = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-        say(dataclasses.asdict(Outcome("the next case", 0.0, 0.0, problem)))
-    say({"end": reason})
+        return {"wrong": f"the next case: {problem}"}
+    return {}
 
 
-def say(line: dict[str, object]) -> None:
-    """One line for the parent."""
-    print(json.dumps(line), flush=True)
+@dataclasses.dataclass
+class Row:
+    """What became of a kernel. skipped: why it cannot run here; wrong: the first wrong case, or
+    how the process ended."""
+
+    kernel: str
+    cases: int = 0
+    error: float = 0.0
+    bound: float = 0.0
+    wrong: str = ""
+    skipped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """One of "right", "WRONG" and "cannot run"."""
+        return "cannot run" if self.skipped else "WRONG" if self.wrong else "right"
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a case: the worst is that nearest to, or farthest beyond, its bound."""
+        self.cases += 1
+        if not outcome.right and not self.wrong:
+            why = outcome.wrong or f"error {outcome.error:.2g}, bound {outcome.bound:.2g}"
+            self.wrong = f"{outcome.case}: {why}"
+        before = self.error / self.bound if self.bound else self.error
+        now = outcome.error / outcome.bound if outcome.bound else outcome.error
+        if self.cases == 1 or not now <= before:
+            self.error, self.bound = outcome.error, outcome.bound
+
+    def __str__(self) -> str:
+        start = f"{self.kernel:36} {self.verdict:10}"
+        if self.skipped:
+            return f"{start} {self.skipped}"
+        worst = f"worst error {self.error:.1e}, bound {self.bound:.1e}, {self.seconds:.0f} s"
+        return f"{start} {self.cases:3} cases, {worst}" + (f": {self.wrong}" if self.wrong else "")
 
 
-if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))
-    main(sys.argv[1], "thorough" in sys.argv[3:])
+def run_checks(names: Sequence[str], thorough: bool = False) -> list[Row]:
+    """Run the checks of these kernels, and print a line for each as it ends; below the lines, on a
+    terminal, a bar of the kernels that ended."""
+    free = torch.cuda.mem_get_info()[0]
+    jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
+    terminal, number = sys.stderr.isatty(), itertools.count(1)
+    rows: list[Row] = []
+
+    def case(kernel: str) -> None:
+        if terminal:
+            bar = "#" * len(rows) + "." * (len(names) - len(rows))
+            text = f"\r[{bar}] {next(number)} cases, {kernel}\x1b[K"
+            print(text, end="", file=sys.stderr)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(watch, name, thorough, case) for name in names]):
+            rows.append(done.result())
+            if terminal:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(rows[-1], flush=True)
+    return rows
+
+
+def watch(name: str, thorough: bool, progress: Callable[[str], None]) -> Row:
+    """Run the check of one kernel to its end, or to that of its process, or until it is silent.
+    progress: called with the kernel at each of its cases."""
+    row, began = Row(name), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"name": name, "thorough": thorough}
+        job = Job(folder, f"{folder}/cache", f"{__name__}:run", options=options, temporary=True)
+        process, silent = start(job, stdout=subprocess.PIPE), False
+        assert process.stdout is not None
+        while True:
+            if not wait([process.stdout.fileno()], SILENCE):
+                silent = True
+                end(process)
+            if not (text := process.stdout.readline()):
+                break
+            row.add(Outcome(**json.loads(text)))
+            progress(name)
+        try:
+            ended = result(job, process)
+        except EngineError as error:
+            why = f"killed after {SILENCE:.0f} s of silence behind case {row.cases}: a kernel waits"
+            ended = {"wrong": f"{why} for ever" if silent else f"the process ended: {error.why}"}
+    row.skipped, row.wrong = ended.get("skipped", ""), row.wrong or ended.get("wrong", "")
+    row.seconds = round(time.monotonic() - began, 1)
+    return row

@@ -64,9 +64,9 @@ def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Ten
     data, wide = codes.view(torch.uint8), rotated.view(torch.uint8)
     if layout.behind:
         scales = torch.exp2(exponents.double())
-        filled = torch.zeros(count, layouts.EXPONENTS, dtype=torch.uint8, device=device)
-        filled[:, :groups] = (exponents + 127).to(torch.uint8)
-        parts = [torch.cat((data, wide), 1), filled]
+        padding = 0, layouts.EXPONENTS - groups
+        stored = torch.nn.functional.pad((exponents + 127).to(torch.uint8), padding)
+        parts = [torch.cat((data, wide), 1), stored]
     else:
         stored = torch.exp2(exponents + torch.rand(count, groups, device=device)).float()
         scales = stored.double()
@@ -106,6 +106,7 @@ class Bench(outcome.Bench):
         )  # fmt: skip
         self.out = torch.empty(tokens, heads, latent, device=device, dtype=BF16)
         self.lse = torch.empty(tokens, heads, device=device)
+        self.scale = torch.full((1,), SCALE, device=device)
 
     def fill(self, rng: random.Random, ragged: bool) -> None:
         """Other lists and lengths, and NaN in every entry that they do not name."""
@@ -136,14 +137,10 @@ class Bench(outcome.Bench):
 
     def step(self, _: int = 0) -> None:
         self.scratch.refresh(len(self.q), self.lengths)
-        scales = {}
-        if self.variant.q.itemsize == 1:
-            scales["q_scale"] = torch.full((1,), SCALE, device=self.device)
-        if self.variant.kv.itemsize == 1 and self.variant.layout is None:
-            scales["kv_scale"] = torch.full((1,), SCALE, device=self.device)
         lse = sparse_mla_decode(
             self.q, self.scopes, self.scratch, softmax_scale=self.width**-0.5, sink=self.sink,
-            out=self.out, return_lse=True, **scales,
+            q_scale=self.scale, kv_scale=self.scale if self.variant.layout is None else None,
+            out=self.out, return_lse=True,
         )[1]  # fmt: skip
         assert lse is not None
         self.lse.copy_(lse)
@@ -165,9 +162,8 @@ class Bench(outcome.Bench):
                 slots = scope.table[token, : int(each[token])]
                 keys = keys[slots[slots >= 0].long()]
                 found.append(keys.to(BF16).double() if rounds else keys)
-            want, lse = exact_attention(
-                q[None], torch.cat(found), self.width**-0.5, self.out.shape[2], self.sink
-            )
+            latent = self.out.shape[2]
+            want, lse = exact_attention(q[None], torch.cat(found), latent, self.sink)
             yield self.out[token : token + 1], want, self.lse[token : token + 1], lse
 
 

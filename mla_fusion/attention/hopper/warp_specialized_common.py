@@ -1,20 +1,144 @@
-"""What warpgroups do with 64 query rows, in bf16 and fp8: scores, softmax and stores.
-
-Scores are [rows, tokens], and four threads have a row of them.
+"""What the warps of warp-specialized decode kernels share: shared memory, a warp that copies, and
+what a warpgroup does with 64 query rows. Scores are [rows, tokens]; four threads have a row.
 """
 
+from collections import namedtuple
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper.warp_specialized_copy import ROWS, turn_of
-from mla_fusion.attention.hopper.work import TILE
+from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.common import TILE, items_of, read_item, tiles_of, tma_load
 from mla_fusion.attention.plan.device_code import LN2
 
+ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
+WARPS = gl.constexpr(4)  # a warpgroup
 # Of [rows, 4]: a sum for each of the four threads that have a row of scores.
 SUMS = gl.constexpr(gl.DistributedLinearLayout(
     [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
 ))  # fmt: skip
+
+# Tiles of keys in shared memory, two of bf16 or four of fp8, and their barriers. left, ropes: [n,
+# tokens, columns]. right: [2 n, tokens, columns], two quarters of each tile.
+Tiles = namedtuple("Tiles", "left right ropes left_full right_full left_free right_free")
+
+# P [rows, tokens] of a tile, factors [rows] of the sums so far, and their barriers. For fp8 two
+# of each.
+Probabilities = namedtuple("Probabilities", "p factors full free")
+
+# Descriptors of 64 rows of a half of the latents, of a quarter, and of the rotated part. Rows of
+# a cache are tokens; those of the query tokens by heads.
+Boxes = namedtuple("Boxes", "halves quarters rotated")
+
+# The query as the copy engine sees it, its rows in shared memory, and barriers. left, ropes:
+# [rows, columns]. right: [2, rows, columns].
+Query = namedtuple("Query", "boxes left right ropes full free")
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Barriers that so many arrivals complete."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[TensorDescriptor, ...]:
+    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads: 64 heads of a
+    token, or all of an item's of several tokens; no last one if R is 0.
+
+    Heads of padding are zeros. The rows that follow those of an item belong to other tokens, or are
+    zeros. What either gives is not stored.
+    """
+    heads = per_work if ROWS.value % per_work == 0 else ROWS.value
+    columns = latent // 2, latent // 4, q.shape[2] - latent
+    block = [ROWS.value // heads, heads]
+    return common.boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, *columns)
+
+
+@gluon.jit
+def turn_of(number, COUNT: gl.constexpr):
+    """Which of COUNT buffers, two or four, number `number` has, and the phase of its barriers."""
+    # By bits: `number` is signed to the compiler, and a signed remainder takes more instructions.
+    LOG2: gl.constexpr = COUNT // 2
+    return number & (COUNT - 1), (number >> LOG2) & 1
+
+
+@gluon.jit
+def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
+    """The copying warp: the query and all tiles of all items, in order."""
+    HALF: gl.constexpr = tiles.left.shape[2]
+    PART: gl.constexpr = tiles.right.shape[2]
+    R: gl.constexpr = tiles.ropes.shape[2]
+    SIZE: gl.constexpr = tiles.left.dtype.primitive_bitwidth // 8
+    BUFFERS: gl.constexpr = tiles.left.shape[0]
+    items, done = 0, 0
+    begin, end = items_of(work)
+    is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
+    for number in range(begin, end):
+        item = read_item(work, number, form)
+        first, count = tiles_of(work, item, form)
+        if number == begin:
+            # Once: the kernel in front has ended then.
+            gdc.gdc_wait()
+        if count > 0:
+            # Free from the start: the phase before the first counts as completed.
+            mbarrier.wait(query.free, (items & 1) ^ 1)
+            copy_query(query, work, item, R, form.HEADS)
+            items += 1
+        for t in range(first, first + count):
+            token = t * TILE
+            row = gl.load(item.table + token // form.PAGE) * block_rows + token % form.PAGE
+            buffer, phase = turn_of(done, BUFFERS)
+            mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
+            full = tiles.left_full.index(buffer)
+            mbarrier.expect(full, TILE * (HALF + R) * SIZE)
+            tma_load(cache.halves, [row, 0], full, tiles.left.index(buffer))
+            tma_load(cache.rotated, [row, 2 * HALF], full, tiles.ropes.index(buffer))
+            for part in gl.static_range(2):
+                quarter = 2 * buffer + part
+                mbarrier.wait(tiles.right_free.index(quarter), phase ^ 1)
+                full = tiles.right_full.index(quarter)
+                mbarrier.expect(full, TILE * PART * SIZE)
+                tma_load(
+                    cache.quarters, [row, HALF + part * PART], full, tiles.right.index(quarter)
+                )
+            done += 1
+    # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
+    # own find room beside those that have. Idle CTAs signal when they end.
+    if SIZE == 1 and is_short & (begin < end):
+        gdc.gdc_launch_dependents()
+
+
+@gluon.jit
+def copy_query(query, work, item, R: gl.constexpr, HEADS: gl.constexpr):
+    """Start the copy of the query rows of an item. R: rotated columns, or 0."""
+    HALF: gl.constexpr = query.left.shape[1]
+    PART: gl.constexpr = query.right.shape[2]
+    SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
+    token = (item.token + work.first_row // HEADS).to(gl.int32)
+    head = item.first_head + work.first_row % HEADS
+    mbarrier.expect(query.full, ROWS * (2 * HALF + R) * SIZE)
+    boxes, full = query.boxes, query.full
+    copy_rows(boxes.halves, token, head, 0, full, query.left)
+    for part in gl.static_range(2):
+        copy_rows(boxes.quarters, token, head, HALF + part * PART, full, query.right.index(part))
+    if R > 0:
+        copy_rows(boxes.rotated, token, head, 2 * HALF, full, query.ropes)
+
+
+@gluon.jit
+def copy_rows(box, token, head, column, full, target):
+    """Start the copy of a box of the query into `target` [rows, columns]."""
+    SHAPE: gl.constexpr = box.block_type.shape
+    layout: gl.constexpr = box.layout
+    target = common.reinterpret(target, target.dtype, SHAPE, layout)
+    tma_load(box, [token, head, column], full, target)
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
-"""Other features of vLLM, each in an engine with the fusion off and in one with it on.
+"""The engines that are run, as `engines.py` takes them.
 
-The weights have unit gain (`mla_fusion.cli.demo.tiny_models`), so that a wrong value changes
-tokens.
+`MODELS` show vLLM's compiled MLA classes, `NEIGHBOURS` other features of vLLM, each in an engine
+with the fusion off and in one with it on. The weights of the latter have unit gain
+(`mla_fusion.cli.demo.tiny_models`), so that a wrong value changes tokens.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +11,43 @@ from typing import Any
 
 from mla_fusion.cli.demo import tiny_models
 from tests.coverage.engines import ARRIVALS, NEW_TOKENS
+from tests.models import config_of
+
+
+def _engine(model, method="", draft=None, imitate=(), label="", **arguments):
+    """An engine of a model of tests/models.
+
+    method: of speculative decoding. draft: the changes of the model that make its draft.
+    """
+    name = "+".join(filter(None, (model, method, label)))
+    if method:
+        arguments["speculative_config"] = {"method": method, "num_speculative_tokens": 1}
+    job = {"name": name, "model": config_of(model), "engine": arguments, "imitate": imitate}
+    return job | ({"draft": config_of(model, **draft)} if draft else {})
+
+
+# vLLM takes any other draft of DeepSeek-V3's type to be its MTP head.
+_PLAIN = {"model_type": "deepseek_v2", "num_hidden_layers": 1}
+_EAGLE_OF_MISTRAL = {**_PLAIN, "architectures": ["EagleMistralLarge3ForCausalLM"]}
+
+# A draft head is compiled beside its target, in one engine.
+MODELS = [
+    _engine("deepseek_v2_lite"),
+    _engine("deepseek_v2"),
+    _engine("deepseek_v3", "mtp"),
+    _engine("deepseek_v3", "eagle", {"architectures": ["DeepSeekMTPModel"]}),
+    _engine("deepseek_v3", "eagle3", {**_PLAIN, "architectures": ["DeepseekV2ForCausalLM"]}),
+    _engine("kimi_k2"),
+    _engine("mistral_large_3", "eagle", _EAGLE_OF_MISTRAL),
+    _engine("glm4_moe_lite", "mtp"),
+    _engine("longcat_flash", "mtp"),
+    _engine("openpangu", "mtp", imitate=("pangu_draft_attribute",)),
+    _engine("bailing_moe_linear", "mtp"),
+    _engine("bailing_moe_v3", "mtp"),
+    _engine("sarvam"),
+    _engine("axk1"),
+    _engine("deepseek_v2_lite", label="transformers", model_impl="transformers"),
+]
 
 MODEL = "deepseek-v3-shaped"
 _LAYERS = 3
@@ -19,7 +57,6 @@ _LAYERS = 3
 class Neighbour:
     """`engine` are arguments of EngineArgs, `imitate` functions of imitations.py.
 
-    `reason` is the code for which it must decline; then only its config is made, and no engine.
     `signs` say that the feature did something: the least number that a path in the result of each
     engine, with the flag off and on, leads to.
     """
@@ -27,25 +64,19 @@ class Neighbour:
     name: str
     engine: dict[str, Any] = field(default_factory=dict)
     imitate: tuple[str, ...] = ()
-    reason: str = ""
     refused: str = ""  # part of vLLM's own error on a CPU
     model: str = ""  # a folder below that of the model all others run
     signs: dict[str, int] = field(default_factory=dict)
     times: int = 1  # how often it is given the prompts
 
     def jobs(self, folder):
-        """The engine with the flag off, and on, as `engines.py` takes them."""
-        common = {
-            "folder": str(Path(folder, self.model)),
-            "engine": self.engine,
-            "imitate": self.imitate,
-            "prompts": self.times,
-            "config_only": bool(self.reason),
-        }
+        """The engine with the flag off, and on."""
         return [
-            {"name": f"{self.name} ({'on' if flag else 'off'})", "flag": flag, **common}
-            for flag in ((True,) if self.reason else (False, True))
-        ]
+            {"name": f"{self.name} ({name})", "flag": name == "on", "prompts": self.times,
+             "folder": str(Path(folder, self.model)), "engine": self.engine,
+             "imitate": self.imitate}
+            for name in ("off", "on")
+        ]  # fmt: skip
 
 
 TERSE = "terse"
@@ -120,17 +151,17 @@ NEIGHBOURS = (
     Neighbour(
         "prefill context parallel 2",
         {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
-        reason="context-parallel",
         refused="Model Runner V1 does not support: prefill context parallel",
     ),
 )
 
 
-def write_model(folder):
-    """Write the model that they run, and below it, in `TERSE`, one with only eight distinct tokens,
-    and in `NARROW` one with the widths of Mistral-Small-4.
+def of_neighbours(folder):
+    """The jobs of all neighbours, on models that it writes into `folder`: one, below it, in
+    `TERSE`, one with only eight distinct tokens, and in `NARROW` one with the widths of
+    Mistral-Small-4.
 
-    Drafts from the prompt are often right with that one; with the other there is hardly a draft.
+    Drafts from the prompt are often right with eight tokens; else there is hardly a draft.
     """
     from safetensors.torch import load_file, save_file
 
@@ -139,4 +170,5 @@ def write_model(folder):
     tensors["lm_head.weight"][8:] = 0
     save_file(tensors, terse, metadata={"format": "pt"})
     tiny_models.write(MODEL, folder / NARROW, kv_lora_rank=256, qk_nope_head_dim=64)
-    return str(tiny_models.write(MODEL, folder))
+    model = tiny_models.write(MODEL, folder)
+    return [job for neighbour in NEIGHBOURS for job in neighbour.jobs(model)]
