@@ -7,8 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mla_fusion import cli, report
-from mla_fusion.report import views
-from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report import LayerGraph, Node, views
 from mla_fusion.report.reasons import Decline
 from mla_fusion.report.views import FUSED, KEPT, NEW, REMOVED
 

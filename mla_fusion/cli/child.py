@@ -252,21 +252,15 @@ def kept_messages(level: int) -> list[str]:
 
 
 def build(**arguments: Any) -> Any:
-    """A small vLLM engine in this process; arguments as `engine_arguments`."""
+    """A small vLLM engine in this process, with these arguments of EngineArgs."""
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(engine_arguments(**arguments))
-
-
-def engine_arguments(**arguments: Any) -> Any:
-    """EngineArgs of `small_engine`."""
     if "mla_fusion" in os.environ["VLLM_PLUGINS"]:
         from mla_fusion.plugin import register
 
         register()
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(**small_engine(arguments))
+    return LLMEngine.from_engine_args(EngineArgs(**small_engine(arguments)))
 
 
 def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:

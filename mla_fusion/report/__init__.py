@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_fusion.ops import Variant
 from mla_fusion.report.files import read_bounded
-from mla_fusion.report.layer_graph import LayerGraph
 from mla_fusion.report.reasons import Decline
 
 logger = logging.getLogger("vllm.mla_fusion")
@@ -29,6 +28,33 @@ _KINDS = {
     "group_ue8m0": "in groups of 128, scales powers of two,",
     "tensor": "by one given scale",
 }
+
+
+class Node(NamedTuple):
+    """One op: its name in the graph, what it calls, what it reads, and its result.
+
+    `inputs` are names of nodes, with ".1" for the second output of an op; some are outside the
+    layer. `result` is text such as "bf16[T, 16, 192]", where T is the token count.
+    """
+
+    name: str
+    op: str
+    inputs: list[str]
+    result: str
+
+
+@dataclass
+class LayerGraph:
+    """The ops of one layer in graph order. A kept node has the same name in both."""
+
+    before: list[Node]
+    after: list[Node]
+
+    def changes(self) -> list[tuple[str, int, int]]:
+        """(op, calls before, calls after) of every op whose count changed."""
+        before, after = (Counter(node.op for node in nodes) for nodes in (self.before, self.after))
+        ops = sorted(before | after)
+        return [(op, before[op], after[op]) for op in ops if before[op] != after[op]]
 
 
 @dataclass

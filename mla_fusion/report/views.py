@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mla_fusion.ops import NAMESPACE
-from mla_fusion.report import Report
-from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report import LayerGraph, Node, Report
 
 # The marks of ops in text, with their CSS class, their sign in a drawing, and a change in words.
 KEPT, REMOVED, NEW, FUSED = " ", "-", "+", "*"

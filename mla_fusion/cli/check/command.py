@@ -205,7 +205,7 @@ def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) ->
     # Above the bucket, so that a prefill graph is compiled too.
     engine["max_num_batched_tokens"] = max(2048, 2 * settings.bucket)
     if cut.draft:
-        backend = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
+        backend = {"attention_backend": "CPU_MLA"}  # as `child.small_engine` for the target
         engine["speculative_config"] = settings.drafts("mtp") | backend
     return child.Job(
         str(work), str(work / "cache"), engine=engine, temporary=True,
