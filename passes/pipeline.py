@@ -36,7 +36,7 @@ from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
 from mla_fusion.patterns.nodes import dtype_of, tensors
 from mla_fusion.patterns.site import ATTENTION, attention_calls, called
-from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report import LayerGraph, Node
 from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import decode_choice
 

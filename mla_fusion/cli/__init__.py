@@ -1,9 +1,8 @@
 """The command line `mla-fusion`: one package a command, but for `_ELSEWHERE`; and what they share.
 
 The docstring of a command's module is what its --help says first. It has `declare(parser)`, which
-adds its arguments, and `run(arguments)`, which does the work and returns the exit status: 0 for
-success (all fused, tokens equal), else 1. A `UserError` is an error that the user can fix; its exit
-status is 2. Only the requested command is imported.
+adds its arguments, and `run(arguments)`, which returns the exit status: 0 for success (all fused,
+tokens equal), else 1; 2 after a `UserError`. Only the requested command is imported.
 """
 
 import argparse
@@ -110,8 +109,8 @@ def option(
     kind: Callable[[str], Any] = positive,
     choices: Collection[str] | None = None,
 ) -> None:
-    """Add an option that takes one value, a positive whole number unless `kind` or `choices` say
-    another; its help ends with the default, unless that is None or `text` names one."""
+    """Add an option that takes one value; its help ends with the default, unless that is None or
+    `text` names one."""
     if default is not None and "(default: " not in text:
         text += f" (default: {default})"
     given: dict[str, Any] = {"metavar": metavar, "choices": choices, "help": text}
@@ -120,11 +119,10 @@ def option(
 
 def mend_vllm(error: str) -> str:
     """What to do about an error of vLLM's import; empty if it is none that is known here."""
-    remedy = (
-        "pip uninstall -y torchvision torchaudio torchcodec: they are of another torch, and no "
-        "model here needs them"
-    )
-    return remedy if "torchvision::nms" in error else ""
+    if "torchvision::nms" not in error:
+        return ""
+    packages = "torchvision torchaudio torchcodec"
+    return f"pip uninstall -y {packages}: they are of another torch, and no model here needs them"
 
 
 def short(text: str, most: int = 80) -> str:

@@ -30,6 +30,7 @@ from mla_fusion.cli import UserError, mend_vllm, short
 from mla_fusion.report import Report, load, stored_reports
 
 LOG = "engine.log"
+Prompts = Sequence[tuple[int, list[int]]]  # (step at which it arrives, token ids) of each
 # A shell outside the group $0 ends it, and then removes the folder $1, to which nobody writes now.
 _END = 'kill -9 "-$0"; sleep 0.5; if [ -n "$1" ]; then rm -rf -- "$1"; fi'
 _JOB, _RESULT = "job.json", "result.json"
@@ -51,7 +52,7 @@ class Job:
     work: str = "mla_fusion.cli.child:generate"
     path: str = ""  # a further folder to import from
     engine: dict[str, Any] = field(default_factory=dict)  # arguments of `build`
-    prompts: Sequence[tuple[int, list[int]]] = ()  # (step at which it arrives, token ids) of each
+    prompts: Prompts = ()
     new_tokens: int = 0  # by which each prompt is continued
     plugin: bool = True  # whether vLLM may load this library
     options: dict[str, Any] = field(default_factory=dict)  # further input of `work`
@@ -251,21 +252,15 @@ def kept_messages(level: int) -> list[str]:
 
 
 def build(**arguments: Any) -> Any:
-    """A small vLLM engine in this process; arguments as `engine_arguments`."""
+    """A small vLLM engine in this process, with these arguments of EngineArgs."""
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(engine_arguments(**arguments))
-
-
-def engine_arguments(**arguments: Any) -> Any:
-    """EngineArgs of `small_engine`."""
     if "mla_fusion" in os.environ["VLLM_PLUGINS"]:
         from mla_fusion.plugin import register
 
         register()
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(**small_engine(arguments))
+    return LLMEngine.from_engine_args(EngineArgs(**small_engine(arguments)))
 
 
 def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -284,10 +279,8 @@ def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def register_type(name: str) -> None:
-    """Let Transformers read a type whose configuration class comes with the checkpoint.
-
-    That class only gives names to what config.json holds, and its file is not run.
-    """
+    """Let Transformers read a type whose configuration class comes with the checkpoint: that only
+    gives names to what config.json holds, and its file is not run."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     if name not in CONFIG_MAPPING:
@@ -314,7 +307,7 @@ def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
 
 
 def complete(
-    engine: Any, prompts: Sequence[tuple[int, list[int]]], new_tokens: int, logprobs: int = 0
+    engine: Any, prompts: Prompts, new_tokens: int, logprobs: int = 0
 ) -> tuple[list[Any], int]:
     """(vLLM's completion of each prompt, steps); `logprobs` is how many candidates of each step
     come with the one that was chosen."""
@@ -329,13 +322,9 @@ def chosen(completion: Any) -> list[float]:
     return [candidates[token].logprob for token, candidates in pairs]
 
 
-def steps(
-    engine: Any, prompts: Sequence[tuple[int, list[int]]], new_tokens: int, **sampling: Any
-) -> Iterator[list[Any]]:
-    """What each step of the engine gives, until all prompts are continued greedily.
-
-    The request of a prompt has its index as id, and enters at the prompt's step.
-    """
+def steps(engine: Any, prompts: Prompts, new_tokens: int, **sampling: Any) -> Iterator[list[Any]]:
+    """What each step of the engine gives, until all prompts are continued greedily; the request of
+    a prompt has its index as id."""
     from vllm import SamplingParams
 
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_fusion import logger
 from mla_fusion.ops import Variant
-from mla_fusion.report.files import FormatError, read_bounded
-from mla_fusion.report.layer_graph import LayerGraph
+from mla_fusion.report.files import read_bounded
 from mla_fusion.report.reasons import Decline
 
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
@@ -30,20 +29,44 @@ _KINDS = {
 }
 
 
+class Node(NamedTuple):
+    """One op: its name in the graph, what it calls, what it reads, and its result.
+
+    `inputs` are names of nodes, with ".1" for the second output of an op; some are outside the
+    layer. `result` is text such as "bf16[T, 16, 192]", where T is the token count.
+    """
+
+    name: str
+    op: str
+    inputs: list[str]
+    result: str
+
+
+@dataclass
+class LayerGraph:
+    """The ops of one layer in graph order. A kept node has the same name in both."""
+
+    before: list[Node]
+    after: list[Node]
+
+    def changes(self) -> list[tuple[str, int, int]]:
+        """(op, calls before, calls after) of every op whose count changed."""
+        before, after = (Counter(node.op for node in nodes) for nodes in (self.before, self.after))
+        ops = sorted(before | after)
+        return [(op, before[op], after[op]) for op in ops if before[op] != after[op]]
+
+
 @dataclass
 class RangeReport:
-    """One compiled graph, or all of one compile range."""
+    """One compiled graph, or all of one compile range. `outputs` counts the fused layers with a
+    quantized output by `Epilogue.quantization`, and `plain_outputs` the others, as `declined`."""
 
     range: tuple[int, int]
     layers: int = 0
     fused: int = 0
-    # how many layers declined, as `counted` has it
-    declined: dict[Decline, int] = field(default_factory=dict)
-    # one fused layer of the first graph in which there is one
-    layer: LayerGraph | None = None
+    declined: dict[Decline, int] = field(default_factory=dict)  # layers, as `counted` has it
+    layer: LayerGraph | None = None  # a fused one of the first graph in which there is one
     variants: list[Variant] = field(default_factory=list)
-    # how many fused layers have a quantized output, by `Epilogue.quantization`, and why others do
-    # not, as in `declined`
     outputs: dict[str, int] = field(default_factory=dict)
     plain_outputs: dict[Decline, int] = field(default_factory=dict)
     pass_ms: float = 0.0
@@ -71,23 +94,18 @@ def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:
 
 @dataclass
 class Report:
-    """The report of an engine; `bucket` is the decode bucket in tokens, `attention` who decodes.
-
-    `uncompiled` counts the MLA layers of the model that were in no graph, `others` its layers with
-    another attention, which a hybrid has between them. `ranks` counts the workers; `differing` says
-    what fused on those for which the rest does not hold.
-    """
+    """The report of an engine, of all its workers."""
 
     provider: str
-    bucket: int
+    bucket: int  # the decode bucket in tokens
     ranges: list[RangeReport]
     model: str = ""  # the architecture
     versions: dict[str, str] = field(default_factory=dict)  # of what compiled it
-    uncompiled: int = 0
-    others: int = 0
-    ranks: int = 1
-    differing: list[str] = field(default_factory=list)
-    attention: str = "auto"  # as the option of that name
+    uncompiled: int = 0  # MLA layers of the model that were in no graph
+    others: int = 0  # layers with another attention, which a hybrid has between them
+    ranks: int = 1  # workers
+    differing: list[str] = field(default_factory=list)  # what fused where the rest does not hold
+    attention: str = "auto"  # who decodes, as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
     version: int = 6  # of the stored format
 
@@ -156,11 +174,8 @@ def forget() -> None:
 
 
 def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) -> Report | None:
-    """The report of all graphs compiled since the last call; None if no pass ran.
-
-    `model_layers` counts the MLA layers of the model and of its draft head; the other arguments are
-    fields of `Report`.
-    """
+    """The report of all graphs compiled since the last call; None if no pass ran. `model_layers`
+    counts the MLA layers of the model and of its draft head; the others are fields of `Report`."""
     if not _records:
         return None
     ranges: dict[tuple[int, int], RangeReport] = {}
@@ -172,12 +187,9 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """The report of an engine from those of its ranks, in their order.
-
-    Counts, reasons and the drawn layer are the first rank's. `variants` and the keys of `outputs`
-    are those of all ranks. A rank with other counts or reasons, as in another stage of a pipeline,
-    is named in `differing`.
-    """
+    """The report of an engine from those of its ranks, in their order: the first one's, but for
+    `variants` and the keys of `outputs`, which are those of all. A rank with other counts or
+    reasons, as in another stage of a pipeline, is named in `differing`."""
     first, *others = reports
     ranges = []
     for r in first.ranges:
@@ -204,16 +216,15 @@ def _codes(found: RangeReport) -> list[str]:
 
 
 def load(path: Path) -> Report:
-    """The report stored at `path`; a FormatError if it is none, or another release stored it."""
+    """The report stored at `path`; a ValueError if it is none, or another release stored it."""
     try:
         text = read_bounded(path)
     except ValueError as error:
-        raise FormatError(f"{path} is not a stored report: {error}") from None
+        raise ValueError(f"{path} is not a stored report: {error}") from None
     # Imported here: the plugin is loaded before vLLM needs pydantic.
     from mla_fusion.report import schema
 
-    made: Report = schema.parse(text, str(path), Report, RangeReport)
-    return made
+    return schema.parse(text, str(path), Report, RangeReport)
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -252,7 +263,7 @@ def find(path: Path) -> Report | None:
     """The report of the graphs in vLLM's compile cache; a file that cannot be read is a warning."""
     try:
         return load(path) if path.exists() else None
-    except (OSError, FormatError) as error:
+    except (OSError, ValueError) as error:
         logger.warning(
             "mla-fusion does not know what fused in the graphs of vLLM's compile cache: %s. Delete "
             "that file, and set VLLM_DISABLE_COMPILE_CACHE=1 once",
@@ -264,10 +275,8 @@ def find(path: Path) -> Report | None:
 def publish(report: Report | None, model: str, cached: bool) -> None:
     """Log one line for each decode range; if nothing fused, one warning with the reasons instead.
 
-    Args:
-        report: None if no graph was compiled and no earlier report was found.
-        model: the architecture.
-        cached: whether graphs come from vLLM's compile cache, and the report from an earlier start.
+    `report` is None if no graph was compiled and no earlier report was found; `cached` says whether
+    graphs come from vLLM's compile cache, and the report from an earlier start.
     """
     decode = report.decode_ranges() if report else []
     if report is None or not decode:

@@ -6,17 +6,8 @@ from pathlib import Path
 MOST_BYTES = 32 * 2**20  # a config has some kilobytes, a report less than one for a layer
 
 
-class FormatError(ValueError):
-    """A file is not a report, or another release stored it."""
-
-
 def read_bounded(path: Path) -> bytes:
-    """What a regular file holds.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is a device, a pipe or a socket, or has more than `MOST_BYTES`.
-    """
+    """What a regular file holds; a ValueError if it is none or has more than `MOST_BYTES`."""
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{path} is a folder")

@@ -1,23 +1,14 @@
 """The stored format of a report: every field of its dataclasses, in a narrower type, and no other.
-
-It imports pydantic, which vLLM brings: `load` imports it when there is a file to read.
-"""
+It imports pydantic, which vLLM brings."""
 
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from mla_fusion.report.files import FormatError
 from mla_fusion.report.reasons import REASONS, Decline
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-
-
-def _known(code: str) -> str:
-    if code not in REASONS:
-        raise ValueError(f"unknown reason {code[:40]!r}")
-    return code
 
 
 def _ordered(span: tuple[int, int]) -> tuple[int, int]:
@@ -30,14 +21,13 @@ def _declines(stored: dict[str, Any]) -> dict[Decline, int]:
     return {Decline(code, of.detail): of.layers for code, of in stored.items()}
 
 
+_Code: Any = Literal[tuple(REASONS)]
 _Layers: Any = create_model("_Layers", __config__=_STRICT, layers=(_Count, ...), detail=(str, ...))
 _NARROWER: Any = {
     int: _Count,
     tuple[int, int]: Annotated[tuple[_Count, _Count], AfterValidator(_ordered)],
     dict[str, int]: dict[str, _Count],
-    dict[Decline, int]: Annotated[
-        dict[Annotated[str, AfterValidator(_known)], _Layers], AfterValidator(_declines)
-    ],
+    dict[Decline, int]: Annotated[dict[_Code, _Layers], AfterValidator(_declines)],
 }
 
 
@@ -50,7 +40,7 @@ def _stored(of: type, **narrower: Any) -> Any:
 
 
 def parse(text: bytes, name: str, report: Any, of_range: Any) -> Any:
-    """The `report` that a file called `name` holds, or a FormatError; its ranges are `of_range`."""
+    """The `report` that a file called `name` holds, or a ValueError; its ranges are `of_range`."""
     each: Any = _stored(of_range)
     version: Any = Literal[report.version]
     ranks = Annotated[_Count, Field(ge=1)]
@@ -59,8 +49,8 @@ def parse(text: bytes, name: str, report: Any, of_range: Any) -> Any:
         return TypeAdapter(of).validate_json(text)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        if any(each["type"] == "literal_error" for each in errors):
-            raise FormatError(f"{name} was stored by another release of mla-fusion") from None
+        if ("literal_error", ("version",)) in ((e["type"], e["loc"]) for e in errors):
+            raise ValueError(f"{name} was stored by another release of mla-fusion") from None
         at = ".".join(map(str, errors[0]["loc"]))
         why = " ".join(f"{at[:80]} {errors[0]['msg'][:120]}".split())
-        raise FormatError(f"{name} is not a stored report: {why}") from None
+        raise ValueError(f"{name} is not a stored report: {why}") from None

@@ -3,14 +3,13 @@ a row for each op, arcs for what it reads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from mla_fusion.ops import NAMESPACE
-from mla_fusion.report import Report
-from mla_fusion.report.layer_graph import LayerGraph, Node
+from mla_fusion.report import LayerGraph, Node, Report
 
 # The marks of ops in text, with their CSS class, their sign in a drawing, and a change in words.
 KEPT, REMOVED, NEW, FUSED = " ", "-", "+", "*"
@@ -28,18 +27,13 @@ _PAGE_STYLE, _STYLE = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One op of a layer as every view shows it; `reads` are the rows whose results it takes."""
+class Row(NamedTuple):
+    """One op of a layer as every view shows it."""
 
     mark: str
     node: Node
-    reads: list[int]
-
-    @property
-    def op(self) -> str:
-        """The op without its namespace: names of torch and vLLM do not clash."""
-        return self.node.op.rpartition("::")[2]
+    op: str  # without its namespace: names of torch and vLLM do not clash
+    reads: list[int]  # the rows whose results it takes
 
 
 def rows(layer: LayerGraph) -> dict[str, list[Row]]:
@@ -54,7 +48,7 @@ def rows(layer: LayerGraph) -> dict[str, list[Row]]:
             if changed == NEW and node.op.startswith(f"{NAMESPACE}::"):
                 mark = FUSED
             reads = {at[name] for each in node.inputs if (name := each.partition(".")[0]) in at}
-            found[stage].append(Row(mark, node, sorted(reads)))
+            found[stage].append(Row(mark, node, node.op.rpartition("::")[2], sorted(reads)))
     return found
 
 

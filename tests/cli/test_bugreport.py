@@ -68,6 +68,6 @@ def test_the_rows_of_selftest_where_there_is_a_gpu(written, monkeypatch):
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(monkeypatch, capsys):
-    monkeypatch.setattr(bugreport, "_or_why", pytest.fail)
+    monkeypatch.setattr(bugreport, "_reports", pytest.fail)
     assert cli.main(["bugreport", "/nodir/x.json"]) == 2
     assert "cannot write /nodir/x.json" in capsys.readouterr().err

@@ -2,29 +2,25 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from mla_fusion import cli, report
+from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
-from mla_fusion.cli.check import model_config, persistent_decode, shrink
+from mla_fusion.cli.check import persistent_decode
 from tests.cli.test_check import V3, asked
+from tests.cli.test_check_configs import cut_of
 from tests.models import write
 
 MANY = {**V3, "num_attention_heads": 128}
-
-
-def cut_of(config, layers=2, ranks=1):
-    [name] = config["architectures"]
-    return shrink.cut(model_config.Model(Path("c"), config, name, name, ()), layers, ranks)
 
 
 def test_check_says_on_which_gpu_aiter_decodes(monkeypatch, tmp_path, capsys):
     """The engine on the CPU, which has no AITER, runs as with attention=auto."""
     write(tmp_path, MANY)
     ran = report.Report("reference", 256, [report.RangeReport((1, 256), layers=2, fused=2)])
-    monkeypatch.setattr(check, "_ask_engine", lambda *given: ([], ran))
+    monkeypatch.setattr(check, "_ask_engine", lambda *given: child.Outcome([], [], [], ran))
     argv = ["check", str(tmp_path), "--attention", "aiter", "--kv-cache-dtype", "fp8"]
     assert cli.main(argv) == 0
     fuses, platform, command, *notes = capsys.readouterr().out.splitlines()

@@ -13,7 +13,6 @@ from vllm import platforms
 
 from mla_fusion import cli, kernels
 from mla_fusion.cli.doctor import command as doctor
-from mla_fusion.cli.doctor import known_issues
 from mla_fusion.config import vllm_compat
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 
@@ -111,11 +110,16 @@ def test_nvidia(on):
         ("NVIDIA H200", "3.8.1", ""),
         ("NVIDIA H200", "3.10.0", "Triton 3.10.0"),
         ("NVIDIA L40S", "3.6.0", "NVIDIA L40S"),
-        ("", "", ""),
+        ("NVIDIA L40S", "3.9.0", "NVIDIA L40S and Triton 3.9.0"),
+        ("", "3.9.0", ""),
     ],
 )
-def test_selftest_is_named_where_nothing_was_measured(device, triton, named):
-    assert doctor.unknown(device, triton) == named
+def test_selftest_is_named_where_nothing_was_measured(device, triton, named, on):
+    if device:
+        on("sm_90")
+    lines = doctor.lines(doctor.examine() | {"device": device, "triton": triton})
+    line = f"  the kernels were not measured with {named}: run mla-fusion selftest first"
+    assert [each for each in lines if "measured with" in each] == ([line] if named else [])
 
 
 # architecture, AITER's version, arguments of its op; serving providers, threads named and not named
@@ -242,12 +246,12 @@ def test_a_vllm_that_cannot_be_imported(stage, error, remedy, monkeypatch, capsy
     [("0.1.7.post2.dev18", "0.1.8"), ("0.1.19", "0.1.19.post1"), ("0.1.9", "0.1.10.post2")],
 )
 def test_versions_are_ordered(older, newer):
-    assert known_issues.numbers(older) < known_issues.numbers(newer)
-    assert known_issues.numbers(newer) == known_issues.numbers(f"{newer}+rocm7")
+    assert doctor.numbers(older) < doctor.numbers(newer)
+    assert doctor.numbers(newer) == doctor.numbers(f"{newer}+rocm7")
 
 
 def test_every_issue_names_a_public_thread():
-    for issue in known_issues.ISSUES:
+    for issue in doctor.ISSUES:
         assert issue["threads"]
         for thread in issue["threads"].split():
             project, _, number = thread.partition("#")

@@ -126,7 +126,7 @@ def _arguments(asked, folder):
 
     arguments = dict(asked["engine"])
     if "speculative_config" in arguments:
-        drafts = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
+        drafts = {"attention_backend": "CPU_MLA"}  # as `child.small_engine` for the target
         if "draft" in asked:
             drafts["model"] = write(folder / "draft", asked["draft"])
         arguments["speculative_config"] = {**arguments["speculative_config"], **drafts}

@@ -24,7 +24,7 @@ from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.bench.decode_peers import Case
 from mla_fusion.cli.bench.kit import environment
 from mla_fusion.cli.calibrate.tables import tables, text
-from mla_fusion.cli.check import model_config, shrink
+from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import NAMES, run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
@@ -115,7 +115,7 @@ def _of_model(arguments: argparse.Namespace) -> list[Case]:
         UserError: the config is not one of a model that `auto` may decode.
     """
     model = model_config.read(arguments.model)
-    layer = shrink.cut(model, 1, arguments.tensor_parallel_size).config
+    layer = model_config.cut(model, 1, arguments.tensor_parallel_size).config
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
     if widths != measured.WIDTHS:
         ours, models = ("{} + {}".format(*each) for each in (measured.WIDTHS, widths))

@@ -33,15 +33,13 @@ class Settings(argparse.Namespace):
         return {"method": method, "num_speculative_tokens": self.speculative_tokens}
 
     def serve(self, draft: bool, predicts: bool) -> list[str]:
-        """The arguments of `vllm serve`, the model first, which a draft head is not.
-
-        --max-num-seqs is always named: the bucket depends on it, and vLLM's default on the GPU.
-        Drafts come from the layers with which the model `predicts` them, else from the prompt.
-        """
+        """The arguments of `vllm serve`, the model first, which a draft head is not; drafts come
+        from the layers with which the model `predicts` them, else from the prompt."""
         name = self._served()
         words = ["MODEL" if draft else name or "MODEL"]
         for flag, default in (
             ("tensor-parallel-size", 1), ("decode-context-parallel-size", 1),
+            # Always named: the bucket depends on it, and vLLM's default on the GPU.
             ("max-num-seqs", None), ("kv-cache-dtype", "auto"),
         ):  # fmt: skip
             value = getattr(self, flag.replace("-", "_"))
@@ -104,10 +102,10 @@ class Answer:
         if self.fuses:
             drafts = asked.speculative_tokens
             each = f" of 1 + {drafts} tokens" if drafts else ""
+            batch = f"{asked.max_num_seqs} requests{each} at once"
             out = [
                 f"{self.model}: fuses. Every MLA layer, in graphs for 1 to {asked.bucket} tokens: "
-                f"{asked.max_num_seqs} requests{each} at once "
-                "(--max-num-seqs; vLLM's own may be higher)"
+                f"{batch} (--max-num-seqs; vLLM's own may be higher)"
             ]
             for platform, line in self.commands().items():
                 backends = ", ".join(self.backends[platform])
@@ -117,8 +115,8 @@ class Answer:
         out = [f"{self.model}: {part if fused else 'does not fuse'}"]
         if len(self.why) > _SHOWN:
             out[0] += f". {_SHOWN} of its {len(self.why)} reasons, all with --json:"
-        out += [f"  {text}" for decline in self.why[:_SHOWN] for text in decline.sentences()]
-        return out if self.why else [*out, "  no graph with an MLA layer was compiled"]
+        said = [text for decline in self.why[:_SHOWN] for text in decline.sentences()]
+        return out + [f"  {text}" for text in said or ["no graph with an MLA layer was compiled"]]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json`."""

@@ -13,9 +13,9 @@ from typing import get_args
 
 from mla_fusion import cli, config, kernels, report
 from mla_fusion.cli import UserError, child, option
-from mla_fusion.cli.check import model_classes, model_config, persistent_decode, shrink
+from mla_fusion.cli.check import model_classes, model_config, persistent_decode
 from mla_fusion.cli.check.answer import Answer, Settings
-from mla_fusion.cli.doctor import known_issues
+from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
 from mla_fusion.report.reasons import Decline, Declined, recognize
 
@@ -85,20 +85,21 @@ def find(settings: Settings) -> Answer:
     runs = f"runs {len(_PROMPTS)} prompts, {_NEW_TOKENS} tokens each, through its graphs"
     details.append(_COMPILES.format(lacks) if lacks else runs)
     print(*details, sep="\n", file=sys.stderr, flush=True)
-    why, stored = _ask_engine(settings, cut, not lacks)
+    outcome = _ask_engine(settings, cut, not lacks)
+    why, stored = _reasons(outcome.report, outcome.warnings), outcome.report
     if settings.kv_cache_dtype.startswith("fp8"):
         triton = cli.version_of("triton")
         notes += [
             f"  on {each['arch']} with the Triton that is installed here, {triton}: {each['text']}"
-            for each in known_issues.ISSUES
-            if known_issues.is_before(triton, each["triton before"])
+            for each in ISSUES
+            if is_before(triton, each["triton before"])
         ]
     backends = _backends(settings, cut, model.architecture)
     serve = settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers")))
     return Answer(model.name, settings, "engine", why, details, stored, backends, serve, notes)
 
 
-def _cut(model: model_config.Model, settings: Settings) -> shrink.Cut:
+def _cut(model: model_config.Model, settings: Settings) -> model_config.Cut:
     """The model that an engine compiles; a draft head asks for a draft token at least."""
     architecture = model.architecture
     if not model_classes.is_known(architecture):
@@ -106,7 +107,7 @@ def _cut(model: model_config.Model, settings: Settings) -> shrink.Cut:
             f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
             f"and {architecture} is none"
         )
-    cut = shrink.cut(model, settings.layers, settings.tensor_parallel_size)
+    cut = model_config.cut(model, settings.layers, settings.tensor_parallel_size)
     if cut.draft:
         settings.speculative_tokens = max(settings.speculative_tokens, 1)
     elif model_classes.is_draft_head(architecture):
@@ -146,7 +147,7 @@ def _prepare(settings: Settings) -> None:
             raise UserError(f"unknown --kv-cache-dtype {name!r}; vLLM has {', '.join(known)}")
 
 
-def _cpu_lacks(settings: Settings, cut: shrink.Cut) -> str:
+def _cpu_lacks(settings: Settings, cut: model_config.Cut) -> str:
     """Why vLLM's CPU attention cannot run the cut model; empty if it can."""
     if cut.draft:
         return "cannot verify drafts"
@@ -156,7 +157,7 @@ def _cpu_lacks(settings: Settings, cut: shrink.Cut) -> str:
     return "" if cache in _CPU_CACHES else f"takes no {cache} cache"
 
 
-def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[str, list[str]]:
+def _backends(settings: Settings, cut: model_config.Cut, architecture: str) -> dict[str, list[str]]:
     """For each platform, the attention backends for which the engine's answer holds."""
     compiled = model_classes.where_compiled(architecture)
     heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
@@ -174,10 +175,8 @@ def _backends(settings: Settings, cut: shrink.Cut, architecture: str) -> dict[st
     return {platform: names for platform, names in found.items() if names}
 
 
-def _ask_engine(
-    settings: Settings, cut: shrink.Cut, run_it: bool
-) -> tuple[list[Decline], report.Report | None]:
-    """(reasons, report) of an engine that runs the cut model with the flag on."""
+def _ask_engine(settings: Settings, cut: model_config.Cut, run_it: bool) -> child.Outcome:
+    """That of an engine with the cut model and the flag on."""
     with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
         work = Path(folder)
         try:
@@ -189,10 +188,10 @@ def _ask_engine(
             raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
         if settings.dump and outcome.report:
             _copy_dump(work / "depyf", settings.dump, outcome.report)
-    return _reasons(outcome.report, outcome.warnings), outcome.report
+    return outcome
 
 
-def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child.Job:
+def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) -> child.Job:
     model = work / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(cut.config, indent=1))
@@ -206,7 +205,7 @@ def _job(settings: Settings, cut: shrink.Cut, work: Path, run_it: bool) -> child
     # Above the bucket, so that a prefill graph is compiled too.
     engine["max_num_batched_tokens"] = max(2048, 2 * settings.bucket)
     if cut.draft:
-        backend = {"attention_backend": "CPU_MLA"}  # as `child.engine_arguments` for the target
+        backend = {"attention_backend": "CPU_MLA"}  # as `child.small_engine` for the target
         engine["speculative_config"] = settings.drafts("mtp") | backend
     return child.Job(
         str(work), str(work / "cache"), engine=engine, temporary=True,

@@ -1,11 +1,16 @@
-"""Read a model's config.json, or Mistral's params.json, and refuse values that no model has."""
+"""Read a model's config.json, or Mistral's params.json, and refuse values that no model has; cut a
+config to a few small layers with the same attention. What decides about fusion is kept: class,
+latent, rope and head sizes, heads of a rank, rope scaling, q_lora.
+"""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.cli import UserError, require, short
+from mla_fusion.cli import UserError, short
 from mla_fusion.report.files import read_bounded
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
@@ -26,27 +31,55 @@ _WHOLE = {
     )
     for key in keys.split()
 }
+_REQUIRED = (
+    *("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"),
+    *("qk_nope_head_dim", "v_head_dim", "hidden_size"),
+)
+_VOCABULARY, _EXPERTS = 1024, 8
+# Key -> the largest value the cut model has.
+_LIMITS = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "ffn_hidden_size"), 512),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 256),
+    **dict.fromkeys(("n_routed_experts", "num_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "zero_expert_num"), 2),
+    # Of a hybrid, only the MLA layers are built: a CPU lacks the kernels of the others.
+    **dict.fromkeys(("n_group", "topk_group", "layer_group_size"), 1),
+    **{"vocab_size": _VOCABULARY, "num_nextn_predict_layers": 0},
+}
+_ALIGNMENT = 32  # of the hidden size, for vLLM's CPU kernels
+# vLLM refuses these without one layer of experts.
+_NEED_AN_EXPERT_LAYER = ("glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla")
+# They describe weights that are not read and Python files that are not run.
+_DROPPED = ("quantization_config", "compression_config", "auto_map")
+# Draft head -> the class and the type of a target: vLLM runs it beside one.
+_TARGETS = {"DeepSeekMTPModel": ("DeepseekV3ForCausalLM", "deepseek_v3")}
 
 
 @dataclass(frozen=True)
 class Model:
-    """The language model's part of the config at `path`, in the words of config.json.
-
-    `architecture` is the class that vLLM runs for it, and `name` the class that the config names,
-    with the former in brackets if it is another. `kinds` are the model types of the whole and of
-    the part; vLLM may know the whole's alone.
-    """
+    """The language model's part of the config at `path`, in the words of config.json."""
 
     path: Path
     config: dict[str, Any]
-    architecture: str
-    name: str
-    kinds: tuple[str, ...]
+    architecture: str  # the class that vLLM runs for it
+    name: str  # the class that the config names; `architecture` in brackets if it is another
+    kinds: tuple[str, ...]  # model types of whole and part: vLLM may know the whole's alone
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut model."""
+
+    config: dict[str, Any]
+    head_size: int  # width of a cache entry
+    draft: bool  # whether it is a draft head: `config` is then that of a target with this head
+    changed: str  # a line on what was changed
+    quantization: Mapping[str, Any]  # the model's quantization_config, which the cut model lacks
 
 
 def read(model: Path) -> Model:
-    """Read a config; `model` is the file or its folder. A UserError says that there is no file,
-    that it is none of a model, or that a value is one of no model."""
+    """Read a config, a file or its folder. A UserError says that there is no file, that it is none
+    of a model, or that a value is one of no model."""
     files = (model / name for name in ("config.json", "params.json"))
     path = next((file for file in files if file.exists()), model)
     content = _load(path)
@@ -87,7 +120,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _translate(params: dict[str, Any], path: Path) -> dict[str, Any]:
     """The content of a config.json that says what `params`, Mistral's params.json, says."""
-    require("vllm", purpose="a params.json")
     from vllm.transformers_utils.configs.mistral import adapt_config_dict
 
     try:
@@ -119,3 +151,56 @@ def _refuse_odd(config: dict[str, Any], path: Path) -> None:
         if value is not None and not fits:
             said = short(json.dumps(value, default=str))
             raise UserError(f"{path}: {key} must be {what}, not {said}")
+
+
+def cut(model: Model, layers: int, ranks: int) -> Cut:
+    """`model`, cut to `layers` layers with the heads of one of `ranks`; a UserError if a key is
+    missing or the heads do not divide."""
+    whole = model.config
+    layer_key = next((key for key in LAYER_KEYS if whole.get(key) is not None), LAYER_KEYS[0])
+    missing = [key for key in (*_REQUIRED, layer_key) if whole.get(key) is None]
+    if missing:
+        raise UserError(f"{model.path} has no {', '.join(map(repr, missing))}, which MLA needs")
+    all_layers, heads = whole[layer_key], whole["num_attention_heads"]
+    if heads % ranks:
+        raise UserError(f"--tensor-parallel-size {ranks} does not divide {heads} attention heads")
+    draft = model.architecture in _TARGETS
+    layers = 1 if draft else min(layers, all_layers)
+    small = {key: value for key, value in whole.items() if key not in _DROPPED}
+    small[layer_key] = layers
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if small.get(key) is not None:
+            small[key] = max(small[key] // ranks, 1)
+    for key, limit in _LIMITS.items():
+        if small.get(key) is not None:
+            small[key] = min(small[key], limit)
+    # Transformers refuses a hidden size that is no multiple of the heads.
+    step = math.lcm(small["num_attention_heads"], _ALIGNMENT)
+    small["hidden_size"] = -(-small["hidden_size"] // step) * step
+    if draft:
+        name, small["model_type"] = _TARGETS[model.architecture]
+        small |= {"architectures": [name], "num_nextn_predict_layers": 1}
+    has_experts = whole.keys() & {"n_routed_experts", "num_experts", "first_k_dense_replace"}
+    needs_experts = small["model_type"] in _NEED_AN_EXPERT_LAYER
+    if has_experts:
+        # No experts, not even in the draft head: attention does not read them.
+        small["first_k_dense_replace"] = layers - 1 if needs_experts else layers + draft
+    for key, value in small.items():
+        if isinstance(value, list) and len(value) == all_layers:
+            small[key] = value[:layers]  # one entry a layer
+        if key.endswith("_token_id") and isinstance(value, int) and value >= _VOCABULARY:
+            small[key] = 0
+    kept, group = f"{layers} of {all_layers} layers", whole.get("layer_group_size") or 1
+    if group != 1:
+        kept = f"{layers} MLA layers, the kind of one in {group} of its {all_layers} layers"
+    notes = [
+        *([kept, "the draft head beside them"] if draft else [kept]),
+        f"{small['num_attention_heads']} heads (one rank of {ranks})",
+        f"hidden size {small['hidden_size']}",
+        "no experts" if has_experts and not needs_experts else f"at most {_EXPERTS} experts",
+        "dummy weights in bfloat16",
+        *(f"no {key}" for key in _DROPPED if key in whole),
+    ]
+    head_size = whole["kv_lora_rank"] + whole["qk_rope_head_dim"]
+    quantization = whole.get("quantization_config") or {}
+    return Cut(small, head_size, draft, ", ".join(notes), quantization)

@@ -1,10 +1,5 @@
-"""Whether the persistent decode that `check --attention` names takes a model on a GPU.
-
-An engine on a CPU cannot say: AITER and the kernels of Triton are not there.
-"""
-
-from collections.abc import Mapping
-from typing import Any
+"""Whether the persistent decode that `check --attention` names takes a model on a GPU: an engine on
+a CPU, without AITER and the kernels of Triton, cannot say."""
 
 import torch
 
@@ -12,7 +7,7 @@ from mla_fusion import config
 from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
 from mla_fusion.cli.check.answer import Settings
-from mla_fusion.cli.check.shrink import Cut
+from mla_fusion.cli.check.model_config import Cut
 from mla_fusion.report.reasons import Declined
 
 _SHARED = (
@@ -39,17 +34,17 @@ def _of_aiter(settings: Settings, cut: Cut) -> list[str]:
     if unsupported := selection.unsupported_widths(*widths):
         raise Declined("aiter-attention", unsupported)
     heads, query_len = cut.config["num_attention_heads"], 1 + settings.speculative_tokens
-    said, taken = [], False
+    said, taken = {}, False
     for arch, fp8 in selection.FP8_OF.items():
         dtype = fp8 if settings.kv_cache_dtype.startswith("fp8") else torch.bfloat16
         verdict = selection.aiter_verdict_up_to(heads, query_len, dtype, dtype, arch)
         layout, taken = verdict.layout, taken or not verdict.unsupported
-        text = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
+        said[arch] = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
         _, slow = selection.slow_steps(heads, query_len, dtype, settings.max_num_seqs, arch)
-        said.append((arch, f"{text}; vLLM's backend for {slow}" if slow else text))
+        said[arch] += f"; vLLM's backend for {slow}" if slow else ""
     if not taken:
-        raise Declined("aiter-attention", f"{heads} heads, {'; '.join(text for _, text in said)}")
-    return [f"  {arch}: {text}" for arch, text in said]
+        raise Declined("aiter-attention", f"{heads} heads, {'; '.join(said.values())}")
+    return [f"  {arch}: {text}" for arch, text in said.items()]
 
 
 def _of_triton(settings: Settings, cut: Cut) -> list[str]:
@@ -59,19 +54,12 @@ def _of_triton(settings: Settings, cut: Cut) -> list[str]:
     if why := triton.unsupported(torch.bfloat16, stored, latent, rope):
         raise Declined("portable-attention", f"triton: {why}")
     notes = ["  epilogue of the decode: product with W_UV"]
-    if cut.quantization:
-        notes += [f"  quantization in front of o_proj: {_quantizes(cut.quantization)}"]
+    if given := cut.quantization:
+        where = "the server's report says whether it is in the epilogue"
+        if given.get("quant_method") == "fp8" and given.get("weight_block_size"):
+            where = "in the epilogue where vLLM has it in the graph, on Hopper with "
+            where += "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"
+        elif given.get("quant_method") == "fp8" and given.get("activation_scheme") == "static":
+            where = "in the epilogue"
+        notes.append(f"  quantization in front of o_proj: {where}")
     return notes
-
-
-def _quantizes(quantization: Mapping[str, Any]) -> str:
-    """Whether the epilogue quantizes for o_proj, as far as a config says it."""
-    fp8 = quantization.get("quant_method") == "fp8"
-    if fp8 and quantization.get("weight_block_size"):
-        return (
-            "in the epilogue where vLLM has it in the graph, on Hopper with "
-            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"
-        )
-    if fp8 and quantization.get("activation_scheme") == "static":
-        return "in the epilogue"
-    return "the server's report says whether it is in the epilogue"

@@ -103,14 +103,12 @@ def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:
     began = time.perf_counter()
     engine = {"model": str(model), "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 256}
     choose = random.Random(1)
+    prompts = [(step, [choose.randrange(1024) for _ in range(n)]) for step, n in ARRIVALS]
     job = child.Job(
-        workdir=str(folder / flag),
-        cache=str(folder.parent / _CACHE),
+        workdir=str(folder / flag), cache=str(folder.parent / _CACHE),
         engine=engine | (child.flag_on(provider="reference") if fuse else {}),
-        prompts=[(step, [choose.randrange(1024) for _ in range(n)]) for step, n in ARRIVALS],
-        new_tokens=NEW_TOKENS,
-        plugin=fuse,  # with the flag off it is stock vLLM
-    )
+        prompts=prompts, new_tokens=NEW_TOKENS, plugin=fuse,  # with the flag off it is stock vLLM
+    )  # fmt: skip
     outcome = child.run(job)
     print(f"    done in {time.perf_counter() - began:.0f} s")
     return outcome

@@ -3,12 +3,15 @@ with what it finds. Exit status 0 if fusion can work here, else 1.
 """
 
 import argparse
+import csv
 import importlib
 import json
+import re
 import textwrap
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ import torch
 from mla_fusion import __version__, config, kernels
 from mla_fusion.attention.plan.device import architecture
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short, version_of
-from mla_fusion.cli.doctor import known_issues
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter
 from mla_fusion.runtime import measured
@@ -24,6 +26,20 @@ from mla_fusion.runtime import measured
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
 # The providers that serve on each platform; `reference` is plain torch, no faster than vLLM.
 _SERVING = {"rocm": ("aiter", "triton"), "cuda": ("triton",), "cpu": ("reference",)}
+# Known trouble as of September 2026. A row has the conditions that `probe` sees (all must hold, an
+# empty one always does), the public threads, and the trouble with its remedy, which names the
+# settings that it cannot see (a model, a flag of vLLM).
+with Path(__file__).with_name("known_issues.csv").open(newline="") as _file:
+    ISSUES = [*csv.DictReader(_file)]
+# Column -> whether its value holds in an environment of `probe`.
+_CONDITIONS = {
+    "platform": lambda e, names: e["platform"] in names.split(),
+    "arch": lambda e, name: e["arch"] == name,
+    "aiter before": lambda e, version: is_before(e["aiter"], version),
+    "triton before": lambda e, version: is_before(e["triton"], version),
+    "torch": lambda e, version: numbers(e["torch"])[:2] == numbers(version),
+    "vllm": lambda e, _: bool(e["vllm"]),
+}
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +60,8 @@ def probe() -> dict[str, Any]:
     """
     vllm, vllm_error = _import_vllm()
     device, arch = _device()
+    is_gpu = vllm_compat.is_gpu() if vllm else torch.cuda.is_available()
+    is_rocm = vllm_compat.is_rocm() if vllm else bool(torch.version.hip)
     providers = {name: _why_not(name) for name in kernels.PROVIDERS}
     # A distribution called aiter may be another project's; then the provider cannot run.
     other = "" if providers["aiter"] else version_of("aiter") or "unknown"
@@ -54,7 +72,8 @@ def probe() -> dict[str, Any]:
         "aiter": version_of("amd-aiter") or other,
         # Each feature that kernels/aiter.py looks for: is it there?
         "aiter_offers": {} if providers["aiter"] else aiter.capabilities(),
-        "platform": _platform(vllm),
+        # By vLLM if it is installed, else by torch.
+        "platform": ("rocm" if is_rocm else "cuda") if is_gpu else "cpu",
         "device": device,
         "arch": arch,  # such as "sm_90" or "gfx942"
         "fp8": str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
@@ -76,15 +95,6 @@ def _import_vllm() -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - a broken install may raise anything
         return "", f"{type(error).__name__}: {error}"
     return version, ""
-
-
-def _platform(vllm: str) -> str:
-    """ "cuda", "rocm" or "cpu", by vLLM if it is installed, else by torch."""
-    if vllm:
-        is_rocm, is_gpu = vllm_compat.is_rocm(), vllm_compat.is_gpu()
-    else:
-        is_rocm, is_gpu = bool(torch.version.hip), torch.cuda.is_available()
-    return ("rocm" if is_rocm else "cuda") if is_gpu else "cpu"
 
 
 def _device() -> tuple[str, str]:
@@ -124,6 +134,16 @@ def _why_no_plugin() -> str:
     return ""
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, for comparison: "0.1.19.post1" is (0, 1, 19, 1)."""
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def is_before(version: str, limit: str) -> bool:
+    """Whether a version is older than `limit`; that of a missing package, empty, is not."""
+    return bool(version) and numbers(version) < numbers(limit)
+
+
 def examine() -> dict[str, Any]:
     """What `--json` prints: the environment, the problems that rule fusion out, known trouble."""
     found = probe()
@@ -151,8 +171,8 @@ def examine() -> dict[str, Any]:
         "serving_providers": serving,
         "issues": [
             {"threads": issue["threads"].split(), "text": issue["text"]}
-            for issue in known_issues.ISSUES
-            if known_issues.applies(issue, found)
+            for issue in ISSUES
+            if all(holds(found, issue[name]) for name, holds in _CONDITIONS.items() if issue[name])
         ],
     }
 
@@ -179,8 +199,13 @@ def lines(found: dict[str, Any]) -> list[str]:
     if works and found["default"] not in serving:
         chosen = json.dumps({config.OPTIONS_KEY: {"provider": serving[0]}})
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")
-    if works and (what := unknown(device, found["triton"])):
-        out.append(f"  the kernels were not measured with {what}: run mla-fusion selftest first")
+    if works and device:
+        unknown = [] if measured.has_measurements(device) else [device]
+        if numbers(found["triton"])[:2] > measured.NEWEST_TRITON:
+            unknown.append(f"Triton {found['triton']}")
+        if unknown:
+            what = f"the kernels were not measured with {' and '.join(unknown)}"
+            out.append(f"  {what}: run mla-fusion selftest first")
     out += _wrapped("  problem: ", found["problems"])
     out += ["", *_columns(facts), "", "providers"]
     out += _columns({name: why or "available" for name, why in found["providers"].items()})
@@ -188,15 +213,6 @@ def lines(found: dict[str, Any]) -> list[str]:
         out += ["", "known trouble on this platform (as of September 2026)"]
         out += _wrapped("  ", (f"{', '.join(i['threads'])}: {i['text']}" for i in found["issues"]))
     return out
-
-
-def unknown(device: str, triton: str) -> str:
-    """What no measurement here is of, GPU or Triton; empty if both are known or there is no GPU."""
-    if not device:
-        return ""
-    what = [] if measured.has_measurements(device) else [device]
-    newer = known_issues.numbers(triton)[:2] > measured.NEWEST_TRITON
-    return " and ".join([*what, f"Triton {triton}"] if newer else what)
 
 
 def _columns(facts: dict[str, str]) -> list[str]:

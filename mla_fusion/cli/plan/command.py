@@ -175,8 +175,8 @@ def _plot(drawn: Drawn) -> list[str]:
     label = 2 * len(str(ctas - 1)) + 1
     modulo = f", modulo {len(_SYMBOLS)}" if len(drawn.seq_lens) > len(_SYMBOLS) else ""
     rows = [f"{'CTAs':>{label}}   load; digits and letters are sequences{modulo}"]
-    used = max(cta + 1 for cta, share in enumerate(drawn.shares) if share)
-    for first in range(0, used, group):
+    # The planner takes CTAs in order: those without an item are the last.
+    for first in range(0, drawn.busy, group):
         last = min(first + group, ctas) - 1
         bar, done = "", 0
         for sequence, cost in itertools.chain(*drawn.shares[first : last + 1]):
@@ -184,8 +184,7 @@ def _plot(drawn: Drawn) -> list[str]:
             bar += _SYMBOLS[sequence % len(_SYMBOLS)] * (round(done * WIDTH / top) - len(bar))
         name = str(first) if first == last else f"{first}-{last}"
         rows.append(f"{name:>{label}} |{bar:<{WIDTH}}|")
-    # The planner takes CTAs in order: those without an item are the last.
-    if (first := -(-used // group) * group) < ctas:
+    if (first := -(-drawn.busy // group) * group) < ctas:
         rows.append(f"{f'{first}-{ctas - 1}':>{label}} |{'idle':^{WIDTH}}|")
     return rows
 

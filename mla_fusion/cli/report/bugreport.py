@@ -13,7 +13,6 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +35,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; always 0."""
     write(arguments.file, "")  # before the minute that selftest takes
-    found = {
-        "mla_fusion": __version__,
-        "doctor": doctor.examine(),
-        "reports": _or_why(_reports),
-        "selftest": _or_why(_selftest),
-    }
+    found = {"mla_fusion": __version__, "doctor": doctor.examine()}
+    for name, part in ("reports", _reports), ("selftest", _selftest):
+        try:
+            found[name] = part()
+        except UserError as error:
+            found[name] = str(error)  # why there is nothing
     write(arguments.file, json.dumps(_clean(found, _secrets()), indent=1) + "\n")
     print(f"wrote {arguments.file}: read it before you send it", file=sys.stderr)
     return 0
-
-
-def _or_why(part: Callable[[], Any]) -> Any:
-    """What `part` returns, or why there is nothing."""
-    try:
-        return part()
-    except UserError as error:
-        return str(error)
 
 
 def _reports() -> list[Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mla_fusion.cli import UserError, option, require, write
 from mla_fusion.report import Report, load, stored_reports, views
-from mla_fusion.report.files import FormatError
 
 _NEWEST = 8  # reports that are printed; an engine stores one for each rank
 
@@ -23,7 +22,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=what)
     what = "print the graph of one layer before and after"
     parser.add_argument("--graph", action="store_true", help=what)
-    what = "print the whole graphs before and after as Python; PATH has their dump (needs depyf)"
+    what = "print the whole graphs before and after as Python, dumped under PATH (needs depyf)"
     parser.add_argument("--python", action="store_true", help=what)
     option(parser, "--svg", "FILE", "draw that layer into FILE", kind=Path)
     option(parser, "--html", "FILE", "write all of it as one self-contained page", kind=Path)
@@ -72,7 +71,7 @@ def _load(path: Path) -> Report:
         return load(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (OSError, FormatError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{error}; reports are in VLLM_CACHE_ROOT/torch_compile_cache/mla_fusion"
         ) from None
@@ -81,26 +80,23 @@ def _load(path: Path) -> Report:
 def _show(path: Path, arguments: argparse.Namespace) -> None:
     """The views of one report that were asked for."""
     report = _load(path)
+    files = {arguments.html: views.page(report)}
     if arguments.graph or arguments.svg:
         layer = report.decode().layer
         if layer is None:
             raise UserError(f"no layer fused in {path}: no graph to show; see its reasons")
         if arguments.graph:
             print("\n".join(views.text(layer)))
-        if arguments.svg:
-            write(arguments.svg, views.drawing(layer))
-    if arguments.html:
-        write(arguments.html, views.page(report))
-    for each in filter(None, (arguments.svg, arguments.html)):
-        print(f"wrote {each}", file=sys.stderr)
+        files[arguments.svg] = views.drawing(layer)
+    for file in filter(None, files):
+        write(file, files[file])
+        print(f"wrote {file}", file=sys.stderr)
 
 
 def find_graphs(folder: Path) -> dict[str, list[Path]]:
-    """{"before" or "after": files at or below `folder`, one for each compiled graph}.
-
-    depyf wrote them under vLLM's debug_dump_path, or `mla-fusion check --dump` copied them. A
-    UserError says that there are none.
-    """
+    """{"before" or "after": files at or below `folder`, one for each compiled graph}, which depyf
+    wrote under vLLM's debug_dump_path, or `mla-fusion check --dump` copied; a UserError if there
+    are none."""
     found = {}
     for stage in ("before", "after"):
         of_depyf = sorted(folder.rglob(f"*.mla_fusion.{stage}.*.py"), key=_place)
