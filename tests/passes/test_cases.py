@@ -14,7 +14,7 @@ from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns import inplace
 from mla_fusion.patterns.site import functionalized_op, made_by
-from tests.passes import edits, graphs
+from tests.passes import edits, graphs, programs
 from tests.passes.fake_engine import BATCHES, after_pass, assert_same, fuse, passes, reasons, run
 from tests.passes.graphs import ROPES, SCALINGS, Spec, build, find, find_all, printed
 
@@ -169,6 +169,12 @@ def assert_kept(module, spec, reason):
 @pytest.mark.parametrize("name", edits.NEAR_MISSES)
 def test_near_miss_is_kept(name):
     assert_kept(*edits.near_miss(name))
+
+
+def test_a_write_of_the_cache_in_front_of_the_attention_is_kept():
+    module = build(Spec("nope"))
+    programs.write_again(module, None, 4)
+    assert_kept(module, Spec("nope"), "cache-update")
 
 
 @pytest.mark.parametrize("spec", [*map(Spec, ROPES), *SCALED_BF16], ids=str)

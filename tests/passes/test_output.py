@@ -14,7 +14,8 @@ from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.site import functionalized_op
-from tests.passes import edits, graphs, linears
+from mla_fusion.report.reasons import Decline
+from tests.passes import edits, graphs, linears, programs
 from tests.passes.fake_engine import (
     BATCHES,
     Engine,
@@ -189,6 +190,15 @@ def test_layers_whose_decode_has_no_epilogue(spec, code, detail):
     module = after_pass(4, spec)
     assert_kept(module, spec, code, detail)
     assert_kept(module, spec, "unknown-layer", step=MLADecodeOutputFusionPass(by_argument({})))
+
+
+def test_a_write_of_the_cache_in_front_of_the_quantization_keeps_the_output():
+    module = build(spec_of())
+    programs.write_again(module, None, 0)
+    [reason] = fuse(module, spec_of()).plain_outputs
+    assert reason == Decline(
+        "output-quantization", f"behind {edits.UPDATE}, which writes the cache"
+    )
 
 
 def test_an_output_that_nothing_quantizes_is_no_decline_of_the_layer():
