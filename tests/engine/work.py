@@ -15,19 +15,20 @@ from mla_fusion.cli import child
 from mla_fusion.config import vllm_compat
 
 BUCKET = 4
+NAMED = ("provider", "attention", "max_split_per_batch")  # options of this library
 PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 
 
 def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
-    Options: flag; custom_pass (the pass object in vLLM's hook); attention (the option of that
-    name); gpu (whose measurements this library asks for; Inductor gets what it does for a GPU);
-    fp8_ops (imitate the quantizations that a CPU build lacks); engines (how many); flags (in place
-    of flag: one for each engine, which serves at once, and again after all others); processes
-    ("spawn" or "fork": how the engine core starts in a process of its own, in which no graph is
-    recorded); fault (once all is served, the provider raises in the third step of the first
-    engine; the traceback comes back).
+    Options: flag; custom_pass (the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
+    (whose measurements this library asks for; Inductor gets what it does for a GPU); fp8_ops
+    (imitate the quantizations that a CPU build lacks); engines (how many); flags (in place of flag:
+    one for each engine, which serves at once, and again after all others); processes ("spawn" or
+    "fork": how the engine core starts in a process of its own, in which no graph is recorded);
+    fault (once all is served, the provider raises in the third step of the first engine; the
+    traceback comes back).
     """
     options = job.options
     if gpu := options.get("gpu"):
@@ -62,10 +63,16 @@ def _build(arguments, options):
 
 
 def _serve_one(engine, job):
-    completions, _ = child.complete(engine, job.prompts, job.new_tokens)
+    completions, _ = child.complete(engine, job.prompts, job.new_tokens, logprobs=2)
+    ranked = [
+        [sorted((x.logprob for x in seen.values()), reverse=True) for seen in c.logprobs]
+        for c in completions
+    ]
     result = {
         "tokens": [list(c.token_ids) for c in completions],
         "logprobs": [child.chosen(c) for c in completions],
+        # How far the second candidate of each step lies below the first, which tests/rocm asks.
+        "margins": [[best - second for best, second, *_ in steps] for steps in ranked],
         "key": engine.vllm_config.compute_hash(),
     }
     if job.options.get("flag"):
@@ -81,13 +88,14 @@ def _arguments(options):
         "backend": "inductor",
         "use_inductor_graph_partition": True,
         "compile_sizes": [],
-        "compile_ranges_endpoints": [BUCKET],
+        "compile_ranges_endpoints": [options.get("bucket", BUCKET)],
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
     arguments = {"max_num_seqs": BUCKET, "compilation_config": compilation}
     if options.get("flag"):
         compilation["pass_config"][config.FLAG] = True
-        chosen = {"provider": "reference", "attention": options.get("attention", "auto")}
+        chosen = {"provider": "reference"}
+        chosen |= {name: options[name] for name in NAMED if name in options}
         arguments["additional_config"] = {config.OPTIONS_KEY: chosen}
     if options.get("custom_pass"):
         from vllm.config import CompilationConfig
