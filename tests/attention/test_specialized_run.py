@@ -34,11 +34,11 @@ CASES = {
 
 def check(
     dtype, heads, rows, lens, options, loudness=None, module=warp_specialized, machine=None,
-    **scales,
+    page=64, **scales,
 ):  # fmt: skip
     """Run the kernel. loudness: what the queries of each head are multiplied by."""
     fields = arguments(
-        rows, lens, 64, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, overhead=1,
+        rows, lens, page, 512, 64, num_heads=heads, q_dtype=dtype, kv_dtype=dtype, overhead=1,
         **{"kv_granularity": 64, **options},
     )  # fmt: skip
     fields |= scales
@@ -119,12 +119,13 @@ class InStep(Machine, gluon_double.Machine):
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
 @pytest.mark.parametrize(
-    ("heads", "rows", "lens", "options"),
-    [(20, [1, 1, 1], [130, 64, 1], {}), (32, [1], [1300], {"ctas": 3}), (16, [2, 1], [200, 70], {}),
-     (16, [1, 1], [200, 129], {}), (16, [1, 1], [500, 129], {"ctas": 4, "half_below": 3})],
+    ("heads", "rows", "lens", "options", "page"),
+    [(20, [1, 1, 1], [130, 64, 1], {}, 64), (32, [1], [1300], {"ctas": 3}, 64),
+     (16, [2, 1], [200, 70], {}, 64), (16, [1, 1], [200, 129], {}, 16),
+     (16, [1, 1], [500, 129], {"ctas": 4, "half_below": 3}, 64)],
 )  # fmt: skip
-def test_tiles_of_one_box_and_of_two(dtype, heads, rows, lens, options):
-    check(dtype, heads, rows, lens, options, module=decode, machine=InStep(seed=0))
+def test_tiles_of_one_box_of_two_and_of_several_pages(dtype, heads, rows, lens, options, page):
+    check(dtype, heads, rows, lens, options, module=decode, machine=InStep(seed=0), page=page)
 
 
 CODES = torch.arange(256, dtype=torch.uint8)

@@ -83,12 +83,10 @@ def tiles_of(work, item, form: gl.constexpr):
 
 
 def cache_boxes(kv_cache: torch.Tensor, columns: tuple[int, ...], block_n: int) -> tuple[Any, ...]:
-    """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it: one list of rows.
-
-    Returns:
-        Descriptors of tiles of `block_n` tokens and so many columns each, and the rows from one
-        block to the next. 0 if the engine cannot copy such tiles: they span pages, or blocks are
-        not a whole number of rows apart. The descriptors are then the cache, and unused.
+    """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it, one list of rows:
+    descriptors of tiles of `block_n` tokens and so many columns each, and the rows from one block
+    to the next. 0 if the engine cannot copy such tiles: they span pages, or blocks are not a whole
+    number of rows apart. The descriptors are then the cache, and unused.
     """
     blocks, page_size, _ = kv_cache.shape
     block_stride, entry, _ = kv_cache.stride()

@@ -10,10 +10,9 @@ latents (always enough) instead of a rank's 16 heads. Keys and values are one ti
 memory, read once for each product while the next one is copied (`hopper/tile.py`).
 """
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
@@ -42,12 +41,11 @@ def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.c
 @gluon.jit
 def store_output(start, sums, odds, inverse, wanted, L: gl.constexpr, PAIRS: gl.constexpr):
     """Store L latents times `inverse` from `start` [rows] on: see `store_item`."""
-    PART: gl.constexpr = L // len(sums)
     TYPE: gl.constexpr = start.dtype.element_ty
     col = gl.arange(0, sums[0].shape[0], gl.SliceLayout(1, sums[0].type.layout))
     for i in gl.static_range(len(sums)):
         acc, odd = sums[i] * inverse, odds[i] * inverse
-        pointers = start + i * PART
+        pointers = start + i * (L // len(sums))
         if PAIRS:
             # One store for two neighbours: one of them would fill only half of a memory sector.
             pairs = tile.packed(acc, odd, TYPE)
@@ -60,12 +58,10 @@ def store_output(start, sums, odds, inverse, wanted, L: gl.constexpr, PAIRS: gl.
 @gluon.jit
 def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
     """The factor of the scores, in base 2, and that of the output."""
-    factor = scale * LOG2E
-    value_scale = 1.0
+    factor, value_scale = scale * LOG2E, 1.0
     if FP8:
-        kv_scale = gl.load(kv_scale_ptr)
-        factor *= gl.load(q_scale_ptr) * kv_scale
-        value_scale = kv_scale
+        value_scale = gl.load(kv_scale_ptr)
+        factor *= gl.load(q_scale_ptr) * value_scale
     return factor, value_scale
 
 
@@ -74,13 +70,10 @@ def attend(
     buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop, phases,
     form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of an item, whose first one is on its way.
+    """The online softmax over the tiles of an item, whose first one is on its way: sums [latents,
+    rows], those of odd latents with PAIRS, m [rows], l [tokens, rows], and the barriers' phases.
 
     row: query rows of the CTA, in the layout of columns of the scores.
-
-    Returns:
-        (sums [latents, rows], those of odd latents with PAIRS, m [rows], l [tokens, rows],
-        the next phases of both barriers).
     """
     BLOCK_N: gl.constexpr = shared_p.shape[0]
     TILES: gl.constexpr = BLOCK_N // TILE
@@ -104,8 +97,21 @@ def attend(
         # After the last tile this copies nothing.
         tile.start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
         left = item.end - t * TILE
-        phases = tile.wait_for_tile(buffers, current, phases, left, BULK)
-        s = tile.scores_of(buffers, current, q_keys, q_ropes, score)
+        if BULK:
+            mbarrier.wait(buffers.arrived.index(current), phases >> current & 1)
+            phases ^= 1 << current
+            keys = buffers.keys.index(current)
+            # P is zero there. Widened fp8 has no NaN.
+            if keys.dtype.primitive_bitwidth == 16 and left < BLOCK_N:
+                common.clear_rows(keys, left)
+        else:
+            fence_async_shared()
+        key = buffers.keys.index(current)
+        s = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+        s = hopper.warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
+        rope = buffers.ropes.index(current)
+        s = hopper.warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
+        s = hopper.warpgroup_mma_wait(0, [s])
         at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if form.SPARSE:
@@ -118,7 +124,6 @@ def attend(
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        key = buffers.keys.index(current)
         acc, odd = tile.add_values(acc, odd, decay, key, shared_p, left, PAIRS)
         current = 1 - current
     return acc, odd, m, l, phases
@@ -129,10 +134,8 @@ def store_item(
     sums, odds, m, l, value_scale, work, item, target, sink_ptr, form: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a split.
-
-    sums: [latents, rows] each, of as many parts of the L latents as they are; `odds` between with
-    PAIRS.
+    """Normalize the sums and write them: to the output, or to partial rows for a split. sums:
+    [latents, rows] of each part of the L latents; with PAIRS the even ones, and `odds` the others.
     """
     out_row: gl.constexpr = gl.SliceLayout(0, sums[0].type.layout)
     l = gl.sum(l, 0)
@@ -140,8 +143,7 @@ def store_item(
     rows = work.first_row + gl.arange(0, sums[0].shape[1], out_row)
     head = item.first_head + rows % form.HEADS
     real = (rows // form.HEADS < item.count) & (head < target.heads)
-    lse = gl.convert_layout(lse, out_row)
-    divisor = gl.convert_layout(l, out_row)
+    lse, divisor = gl.convert_layout(lse, out_row), gl.convert_layout(l, out_row)
     if form.SINK and item.partial < 0:
         sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
         divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
@@ -153,35 +155,9 @@ def store_item(
         if form.LSE:
             gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
     else:
-        at_partial = (item.partial.to(gl.int64) * form.HEADS) + rows
-        partial = target.partial + at_partial * form.L
-        store_output(partial, sums, odds, inverse, real, form.L, PAIRS)
+        at_partial = item.partial.to(gl.int64) * form.HEADS + rows
+        store_output(target.partial + at_partial * form.L, sums, odds, inverse, real, form.L, PAIRS)
         gl.store(target.partial_lse + at_partial, lse, mask=real)
-
-
-@gluon.jit
-def allocate(
-    TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BULK: gl.constexpr,
-):  # fmt: skip
-    """Shared memory: two tiles of keys, the query's two parts, and P of a tile."""
-    BITS: gl.constexpr = TYPE.primitive_bitwidth
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    narrow: gl.constexpr = gl.NVMMASharedLayout(R * BITS // 8, BITS, 2)
-    P_TYPE: gl.constexpr = gl.float16 if BITS == 8 else TYPE
-    p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
-    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, L], wide)
-    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, R], narrow)
-    q_keys = gl.allocate_shared_memory(TYPE, [ROWS, L], wide)
-    q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], narrow)
-    shared_p = gl.allocate_shared_memory(P_TYPE, [BLOCK_N, ROWS], p_layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    if BULK:
-        mbarrier.init(arrived.index(0), count=1)
-        mbarrier.init(arrived.index(1), count=1)
-        fence_async_shared()
-        barrier()
-    return tile.Buffers(keys, ropes, arrived), q_keys, q_ropes, shared_p
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -194,18 +170,32 @@ def decode_kernel(
     rotated, block_rows, fresh,
     FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and those of `hopper.common.cache_boxes`.
+    """Arguments as `triton.decode_kernel`, and what `common.cache_boxes` returns.
 
-    BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, and
-    the kernel waits for that one before it reads anything but the plan. With `fresh` not 0 it waits
-    at once: the kernel in front may be writing the plan.
+    BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, for
+    which this one waits before it reads anything but the plan, and at once if `fresh` is not 0:
+    that kernel may be writing the plan.
     """
     if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
-    buffers, q_keys, q_ropes, shared_p = allocate(TYPE, FORM.L, FORM.R, ROWS, BLOCK_N, BULK)
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(FORM.R * BITS // 8, BITS, 2)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, FORM.L], wide)
+    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, FORM.R], narrow)
+    q_keys = gl.allocate_shared_memory(TYPE, [ROWS, FORM.L], wide)
+    q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, FORM.R], narrow)
+    shared_p = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [BLOCK_N, ROWS], p_layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    buffers = tile.Buffers(keys, ropes, arrived)
+    if BULK:
+        for i in gl.static_range(2):
+            mbarrier.init(arrived.index(i), count=1)
+        fence_async_shared()
+        barrier()
     # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
     phases = 0
 
@@ -266,7 +256,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel: Any = decode_kernel
+kernel = decode_kernel
 
 
 def arguments(given: Inputs) -> Launch:

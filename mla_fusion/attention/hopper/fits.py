@@ -38,9 +38,7 @@ def decode(given: Inputs) -> str:
 
 
 def warp_specialized(given: Inputs) -> str:
-    """Why `warp_specialized.py` does not: it copies by the tensor copy engine only, 64 rows at a
-    time.
-    """
+    """Why `warp_specialized.py` does not: the tensor copy engine copies all, 64 rows at a time."""
     q, kv_cache, per_work = given.q, given.kv_cache, given.plan.layout.per_work
     if given.sparse is not None or given.rows <= FEW_ROWS:
         return f"it takes blocks of more than {FEW_ROWS} query rows, no lists of slots"
@@ -81,9 +79,7 @@ def sparse_fp8(given: Inputs) -> str:
 
 
 def sparse_specialized(given: Inputs) -> str:
-    """Why `sparse_specialized.py` does not: it copies the query by the tensor copy engine, 64 heads
-    of a token at a time, and knows one distance between entries.
-    """
+    """Why `sparse_specialized.py` does not: the tensor copy engine copies the query."""
     q, sparse = given.q, given.sparse
     if given.layout is None or sparse is None:
         return "it reads lists of entries of bytes"
@@ -112,9 +108,7 @@ def product_size(tokens: int, heads: int, values: int) -> int:
 
 
 def product(given: Inputs) -> str:
-    """Why `product.py` does not take these inputs: it copies W_UV by the tensor copy engine, and 16
-    aligned bytes of latents at once; or where `torch.bmm` was as fast.
-    """
+    """Why `product.py` does not take these inputs, or where `torch.bmm` was as fast."""
     assert given.epilogue is not None
     w, latents, out = given.epilogue.w_uv, given.out, given.epilogue.out
     tokens, (heads, latent, values) = len(latents), w.shape

@@ -1,7 +1,6 @@
 """The decode kernel for Hopper (sm_90) over `plan.layouts.FP8_DS_MLA`, in Gluon.
 
-As `hopper/decode.py`, of which it takes the plan's items and the stores: scores are keys [tokens,
-L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. What differs:
+As `hopper/decode.py`, of which it takes the stores, except:
 
 - Both products are of fp16. A tile is read as pairs of e4m3 latents, which threads widen in
   registers, once along latents and once along tokens: fp16 holds each e4m3 value.
@@ -16,7 +15,6 @@ L] times queries [L, rows], outputs values [L, tokens] times P [tokens, rows]. W
 """
 
 from collections import namedtuple
-from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -63,9 +61,8 @@ def load_slots(entries, tile):
 
 @gluon.jit
 def copy_part(target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr):
-    """Start the copy of some columns, at `pointer` in the first entry, of the entries of a tile.
-
-    Strides are in elements. Entries of slot -1 become zeros.
+    """Start the copy of some columns, at `pointer` in the first entry, of the entries of a tile;
+    zeros for those of slot -1. Strides are in elements.
     """
     layout: gl.constexpr = common.load_layout(
         target.shape[1], target.dtype, gl.num_warps(), target.shape[0]
@@ -95,10 +92,9 @@ def copy_entries(ring, entries, tile, ENTRY: gl.constexpr, PAGE: gl.constexpr):
 
 @gluon.jit
 def load_query(query, q_ptr, work, item, heads, stride_h):
-    """The rows of a token's query, times a power of two of each, into shared memory.
-
-    A row's largest latent then is below 2^15 and not below 2^14, so that fp16 holds all eight bits
-    of a bf16 latent down to 2^-31 of it.
+    """The rows of a token's query, times a power of two of each, into shared memory: their largest
+    latent is below 2^15 and not below 2^14, so that fp16 holds all eight bits of a bf16 latent
+    down to 2^-31 of it.
     """
     L: gl.constexpr = 2 * query.even.shape[1]
     ROWS: gl.constexpr = query.rope.shape[0]
@@ -157,9 +153,8 @@ def product(view, query, zeros, GROUP: gl.constexpr):
 
 @gluon.jit
 def scores_of(view, rope, scale, query, score: gl.constexpr):
-    """Products [tokens, rows] of a tile with the query.
-
-    One group at a time: with the widened latents of two in flight, registers spill.
+    """Products [tokens, rows] of a tile with the query. One group at a time: with the widened
+    latents of two in flight, registers spill.
     """
     ROWS: gl.constexpr = query.rope.shape[0]
     zeros = gl.zeros([TILE, ROWS], gl.float32, score)
@@ -177,7 +172,6 @@ def scores_of(view, rope, scale, query, score: gl.constexpr):
 @gluon.jit
 def bound_of(scale):
     """For each token an exponent [tokens] whose power of two no scale reaches, and its inverse.
-
     Added to the scores it makes P as large as the largest value that it multiplies, so that
     P * scale * inverse is at most 1 and fits fp16. l takes the inverse alone.
     """
@@ -210,11 +204,9 @@ def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
 def attend(
     ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, form: gl.constexpr
 ):  # fmt: skip
-    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way. factor:
-    of the scores of each row, in base 2.
-
-    Returns:
-        (sums [pairs of latents, rows] of each group, those of odd latents, m, l [tokens, rows]).
+    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way: sums
+    [pairs of latents, rows] of each group, those of odd latents, m, l [tokens, rows]. factor: of
+    the scores of each row, in base 2.
     """
     ROWS: gl.constexpr = shared_p.shape[2]
     SLOTS: gl.constexpr = ring.slots.shape[0]
@@ -256,16 +248,28 @@ def attend(
     return accs, odds, m, l
 
 
-@gluon.jit
-def allocate(TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr):
-    """Shared memory: tiles of entries, the query, and four sets of P of a tile."""
+# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
+@gluon.jit(do_not_specialize=["table_stride", "block_units", "fresh"])
+def decode_kernel(
+    q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
+    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
+    scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
+    fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Arguments and launch as `hopper.decode`, with the cache as `Entries` says and `table_ptr` of
+    its slots. A work item is a token's query.
+    """
+    if fresh != 0:
+        gdc.gdc_wait()
+    L: gl.constexpr = FORM.L
+    R: gl.constexpr = FORM.R
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [STAGES, TILE, L], codes),
+        gl.allocate_shared_memory(codes_ptr.dtype.element_ty, [STAGES, TILE, L], codes),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, R], wide),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
         gl.allocate_shared_memory(gl.int32, [4, TILE], line),
@@ -277,25 +281,6 @@ def allocate(TYPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, ROWS: gl.cons
         gl.allocate_shared_memory(gl.float32, [ROWS], line),
     )
     shared_p = gl.allocate_shared_memory(gl.float16, [GROUPS, TILE, ROWS], p_layout)
-    return ring, query, shared_p
-
-
-# Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
-@gluon.jit(do_not_specialize=["table_stride", "block_units", "fresh"])
-def decode_kernel(
-    q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
-    scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
-    fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """One CTA (program_id 0) and one block of ROWS query rows (program_id 1), of one token each.
-
-    Arguments as `hopper.decode`, with the cache as `Entries` says and
-    `table_ptr` of its slots. It is launched before the kernel in front has ended.
-    """
-    if fresh != 0:
-        gdc.gdc_wait()
-    ring, query, shared_p = allocate(codes_ptr.dtype.element_ty, FORM.L, FORM.R, ROWS)
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
@@ -335,7 +320,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel: Any = decode_kernel
+kernel = decode_kernel
 
 
 def arguments(given: Inputs) -> Launch:

@@ -10,7 +10,6 @@ Fewer than 64 query rows are padded: the products of 64 take less time than the 
 """
 
 from collections import namedtuple
-from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -70,7 +69,8 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
     for number in range(begin, end):
         item = read_item(work, number, form)
         count = tiles_of(work, item, form)[1]
-        m, l = ws.start_state(row_layout)
+        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        l = gl.zeros([ROWS, 4], gl.float32, ws.SUMS)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
@@ -144,8 +144,8 @@ def decode_kernel(
     scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, units, extra_units,
     q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, caches as `sparse_specialized_gather.Scopes`, and
-    descriptors of the query; `fresh` as `hopper.decode` has it, which is launched as early.
+    """Arguments as `triton.decode_kernel`, caches as `Scopes`, and descriptors of the query. It is
+    launched as early as `hopper.decode`, which has `fresh` too.
     """
     if fresh != 0:
         gdc.gdc_wait()
@@ -202,7 +202,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel: Any = decode_kernel
+kernel = decode_kernel
 
 
 def arguments(given: Inputs) -> Launch:

@@ -28,7 +28,8 @@ VALUES = gl.constexpr(gl.DistributedLinearLayout(
 ))  # fmt: skip
 ROTATED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 ENTRY = gl.constexpr(gl.SliceLayout(1, CODES))
-# PTX of `dequantize`: two values, from either half of the codes.
+# PTX that multiplies four e4m3 of an integer by a scale, fp32 in another: two integers of two bf16.
+# HALF: two of them, from either half of the codes.
 HALF = """
     cvt.rn.f16x2.e4m3x2 two, {codes};
     mov.b32 {{first, second}}, two;
@@ -109,15 +110,10 @@ def load_quarter(entries, NUMBER: gl.constexpr, form: gl.constexpr):
 @gluon.jit
 def load_scales(entries, form: gl.constexpr):
     """Of each quarter: fp32, or an integer of four exponents."""
-    listed = entries.slots >= 0
-    first = gl.load(entries.scales, mask=listed, other=0)
-    second = gl.load(entries.scales + 1, mask=listed, other=0)
-    if form.layout.behind:
-        scales = first, first, second, second
-    else:
-        third = gl.load(entries.scales + 2, mask=listed, other=0)
-        fourth = gl.load(entries.scales + 3, mask=listed, other=0)
-        scales = first, second, third, fourth
+    scales = ()
+    for i in gl.static_range(2 if form.layout.behind else 4):
+        scale = gl.load(entries.scales + i, mask=entries.slots >= 0, other=0)
+        scales += (scale, scale) if form.layout.behind else (scale,)
     return scales
 
 
@@ -143,14 +139,6 @@ def load_unit(entries, form: gl.constexpr):
 
 
 @gluon.jit
-def dequantize(codes, scales):
-    """Four e4m3 of each integer times a scale, fp32 in an integer: two integers of two bf16."""
-    return gl.inline_asm_elementwise(
-        DEQUANTIZE, "=&r,=&r,r,r", [codes, scales], (gl.int32, gl.int32), is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.constexpr):
     """Store a quarter of unit U of a tile in `target` [tokens, latents], as bf16."""
     if form.layout.behind:
@@ -160,7 +148,9 @@ def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.co
         scale = (exponents & 0xFF) << 23
     else:
         scale = unit.scales[NUMBER][:, None]
-    low, high = dequantize(unit.codes[NUMBER], scale)
+    low, high = gl.inline_asm_elementwise(
+        DEQUANTIZE, "=&r,=&r,r,r", [unit.codes[NUMBER], scale], (gl.int32, gl.int32), True, 1
+    )
     values = gl.convert_layout(gl.join(low, high).reshape([UNIT, QUARTER // 2]), VALUES)
     if NUMBER == 3 and form.R == 0:
         col = gl.arange(0, QUARTER // 2, gl.SliceLayout(0, VALUES))[None, :]
@@ -197,9 +187,7 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
             # Once: the kernel in front has ended then.
             gdc.gdc_wait()
         if count > 0:
-            # Free from the start: the phase before the first counts as completed.
-            mbarrier.wait(query.free, (items & 1) ^ 1)
-            copy_query(query, work, item, form.R, form.HEADS)
+            copy_query(query, items, work, item, form.R, form.HEADS)
             items += 1
         first_end = item.end
         if form.FIRST > 0:
@@ -217,9 +205,7 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
                 # Behind the last unit nothing is listed, and nothing loaded.
                 entries = locate(number + part + 2, slots, scopes, form)
                 slots = load_slots(number + part + 3, item, scopes, first_end, form)
-                later = put(tiles, buffer, now, entries, part, form)
-                now = soon
-                soon = later
+                now, soon = soon, put(tiles, buffer, now, entries, part, form)
             fence_async_shared()
             common.barrier()
             mbarrier.arrive(tiles.full.index(buffer), count=1)

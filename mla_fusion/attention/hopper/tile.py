@@ -1,10 +1,8 @@
 """The tiles of `hopper/decode.py`: how they get into shared memory, and what is computed of them.
 
 The tensor copy engine (TMA) copies tiles of whole pages; one thread computes the address. All
-threads copy the others, 16 bytes each at a time: over several pages, lists of slots.
-
-The second product reads an fp8 tile as pairs. `widen` makes fp16 of either byte, exact except for a
-factor of 2^-8: it moves the sign, and exponent and mantissa, to where fp16 has them.
+threads copy the others, 16 bytes each at a time: over several pages, lists of slots. The second
+product reads an fp8 tile as pairs.
 """
 
 from collections import namedtuple
@@ -26,7 +24,7 @@ Copies = namedtuple("Copies", "first extra latents rotated block_rows")
 # tokens, L]. ropes: [2, tokens, R].
 Buffers = namedtuple("Buffers", "keys ropes arrived")
 
-# PTX that widens a byte of each int16, two at a time: it puts sign and rest in place.
+# PTX of `widen`, two int16 at a time.
 LOW = gl.constexpr("""{
     .reg .b32 sign, rest;
     shl.b32 sign, $1, 8;
@@ -48,10 +46,9 @@ FP16_PAIR = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 def copy_part(
     target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
-    """Start the copy of some columns of tokens `token` ... into `target` [tokens, width].
-
-    base: of the columns, in the cache, or of token `token` if the tile is in one page. Tokens from
-    `end` on, and those of slot -1, are not read and become zeros.
+    """Start the copy of some columns of tokens `token` ... into `target` [tokens, width]; zeros for
+    those from `end` on, and of slot -1. base: of the columns, in the cache, or of token `token` if
+    the tile is in one page.
     """
     layout: gl.constexpr = common.load_layout(target.shape[1], target.dtype, gl.num_warps())
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
@@ -59,17 +56,16 @@ def copy_part(
     wanted = row < end - token
     if ROWS == "one page":
         offset = row * ENTRY
-    elif ROWS == "pages":
-        at = token + row
-        page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
-        offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
     else:
-        slot = gl.load(source.table + token + row, mask=wanted, other=-1)
-        wanted = slot >= 0
-        page = (slot // PAGE).to(gl.int64)
-        offset = page * source.block_stride + slot % PAGE * ENTRY
-    pointers = base + offset[:, None] + col[None, :]
-    async_load(target, pointers, mask=wanted[:, None])
+        if ROWS == "pages":
+            at = token + row
+            page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
+        else:
+            at = gl.load(source.table + token + row, mask=wanted, other=-1)
+            wanted = at >= 0
+            page = at // PAGE
+        offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
+    async_load(target, base + offset[:, None] + col[None, :], mask=wanted[:, None])
 
 
 @gluon.jit
@@ -92,33 +88,28 @@ def copy_tile(
 
 
 @gluon.jit
-def row_of(copies, token, PAGE: gl.constexpr):
-    """The row of the cache that has token `token` of a sequence."""
-    page = gl.load(copies.first.table + token // PAGE)
-    return page * copies.block_rows + token % PAGE
-
-
-@gluon.jit
 def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
     """Have the copy engine copy BOXES * TILE tokens from `token` on, one box or two."""
     keys, ropes = buffer.keys, buffer.ropes
     BITS: gl.constexpr = keys.dtype.primitive_bitwidth
     mbarrier.expect(buffer.arrived, BOXES * TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
-    row = row_of(copies, token, PAGE)
-    other = row_of(copies, token + TILE, PAGE) if BOXES == 2 else row
+    table, block_rows = copies.first.table, copies.block_rows
+    row = gl.load(table + token // PAGE) * block_rows + token % PAGE
+    other = row
+    if BOXES == 2:
+        token += TILE
+        other = gl.load(table + token // PAGE) * block_rows + token % PAGE
     for box in gl.static_range(BOXES):
         at = other if box == 1 else row
         tma_load(copies.latents, [at, 0], buffer.arrived, keys.slice(box * TILE, TILE))
-        target = ropes.slice(box * TILE, TILE)
-        tma_load(copies.rotated, [at, keys.shape[1]], buffer.arrived, target)
+        rope = ropes.slice(box * TILE, TILE)
+        tma_load(copies.rotated, [at, keys.shape[1]], buffer.arrived, rope)
 
 
 @gluon.jit
 def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BULK: gl.constexpr):
-    """Start the copy of tile `tile` of a sequence into buffer `at`.
-
-    A sparse sequence has the columns of the first scope, then those of the other. BULK: the copy
-    engine copies, the tokens after an end too, which may be NaN; none where no token is left.
+    """Start the copy of tile `tile` of a sequence into buffer `at`. BULK: the copy engine copies,
+    the tokens after an end too, which may be NaN; none where no token is left.
     """
     buffer = Buffers(buffers.keys.index(at), buffers.ropes.index(at), buffers.arrived.index(at))
     BLOCK_N: gl.constexpr = buffer.keys.shape[0]
@@ -143,23 +134,10 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
 
 
 @gluon.jit
-def wait_for_tile(buffers, buffer, phases, left, BULK: gl.constexpr):
-    """Wait until a tile has arrived, of `left` tokens; return the next phases of both barriers."""
-    if BULK:
-        mbarrier.wait(buffers.arrived.index(buffer), phases >> buffer & 1)
-        phases ^= 1 << buffer
-        keys = buffers.keys.index(buffer)
-        # P is zero there. Widened fp8 has no NaN.
-        if keys.dtype.primitive_bitwidth == 16 and left < keys.shape[0]:
-            common.clear_rows(keys, left)
-    else:
-        hopper.fence_async_shared()
-    return phases
-
-
-@gluon.jit
 def widen(pairs, BYTE: gl.constexpr):
-    """The LOW or HIGH bytes of int16 `pairs` as fp16, times 2^-8. A NaN becomes 480."""
+    """The LOW or HIGH bytes of int16 `pairs` as fp16, exact but for a factor of 2^-8: the sign, and
+    exponent and mantissa, move to where fp16 has them. A NaN becomes 480.
+    """
     return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
 
 
@@ -176,23 +154,9 @@ def packed(low, high, TYPE: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(buffers, buffer, q_keys, q_ropes, layout: gl.constexpr):
-    """Products [tokens, rows] of a tile with the query."""
-    key = buffers.keys.index(buffer)
-    BLOCK_N: gl.constexpr = key.shape[0]
-    ROWS: gl.constexpr = q_keys.shape[0]
-    s = gl.zeros([BLOCK_N, ROWS], gl.float32, layout)
-    s = hopper.warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
-    rope = buffers.ropes.index(buffer)
-    s = hopper.warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
-    return hopper.warpgroup_mma_wait(0, [s])
-
-
-@gluon.jit
 def add_box(acc, odd, view, p, BOX: gl.constexpr, RUNNING: gl.constexpr):
-    """Add the weighted values of 64 tokens, the first or the second of `view`.
-
-    RUNNING: products that may run under the widening of the next values. Registers hold two.
+    """Add the weighted values of 64 tokens, the first or the second of `view`. RUNNING: products
+    that may run under the widening of the next values. Registers hold two.
     """
     STEP: gl.constexpr = 32
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -212,11 +176,10 @@ def add_values(acc, odd, decay, key, p, left, FP8: gl.constexpr):
     if FP8:
         odd = odd * decay[None, :]
         view = pairs_of(key)
-        BOXES: gl.constexpr = key.shape[0] // 64
-        RUNNING: gl.constexpr = 2 * (BOXES - 1)
-        acc, odd = add_box(acc, odd, view, p, 0, RUNNING)
-        if BOXES == 2 and left > 64:
-            acc, odd = add_box(acc, odd, view, p, 1, RUNNING)
+        BOXES: gl.constexpr = key.shape[0] // TILE
+        acc, odd = add_box(acc, odd, view, p, 0, 2 * (BOXES - 1))
+        if BOXES == 2 and left > TILE:
+            acc, odd = add_box(acc, odd, view, p, 1, 2)
     else:
         acc = hopper.warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, [acc])

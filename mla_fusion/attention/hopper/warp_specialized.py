@@ -6,10 +6,9 @@ of the output, the other one only the right half, and a single warp asks the ten
 (TMA) for the tiles. Products of the right half run beside those of the left half, and end last. So
 that half is freed, copied and scored in two quarters of the latents, last of all.
 
-Scores are [rows, tokens]: 64 rows fill the M of WGMMA, and a row of scores lies in four threads.
-These registers, P, are the left operand of the left half's products. For the other
-warpgroup P and factors go through shared memory, behind the start of those products.
-Barriers (mbarrier), all completed by one arrival:
+Scores are [rows, tokens]: 64 rows fill the M of WGMMA. Their registers, P, are the left operand of
+the left half's products. For the other warpgroup P and factors go through shared memory, behind
+the start of those products. Barriers (mbarrier), all completed by one arrival:
 
 | barrier | completed by | waited for by |
 |---|---|---|
@@ -23,8 +22,6 @@ Barriers (mbarrier), all completed by one arrival:
 | shared.free: it was loaded | the right half | the scores |
 | scored: all products of a tile's scores are issued | the scores | the right half |
 """
-
-from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,11 +46,10 @@ def decode_kernel(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
     qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
-    block_rows, fresh,
-    FORM: gl.constexpr,
+    block_rows, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and descriptors of query and cache; `fresh` as
-    `hopper.decode` has it, which is launched as early.
+    """Arguments as `triton.decode_kernel`, and descriptors of query and cache. It is launched as
+    early as `hopper.decode`, which has `fresh` too.
     """
     if fresh != 0:
         gdc.gdc_wait()
@@ -136,7 +132,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel: Any = decode_kernel
+kernel = decode_kernel
 
 
 def arguments(given: Inputs) -> Launch:

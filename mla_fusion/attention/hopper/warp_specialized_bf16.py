@@ -13,21 +13,6 @@ from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, tur
 
 
 @gluon.jit
-def give(shared, first, others, factors, sent):
-    """Give P of a tile, of its first and its other tokens, and the factors, as number `sent`.
-
-    The other warpgroup loads them, so no fence stands between these stores and a product.
-    """
-    HALF: gl.constexpr = TILE // 2
-    mbarrier.wait(shared.free, (sent & 1) ^ 1)
-    shared.p.slice(0, HALF, dim=1).store(first)
-    shared.p.slice(HALF, HALF, dim=1).store(others)
-    shared.factors.store(factors)
-    barrier()
-    mbarrier.arrive(shared.full, count=1)
-
-
-@gluon.jit
 def give_last(m, l, sink, shared, sent):
     """Give what all sums are multiplied by, as number `sent`; the LSE of each row, and that."""
     lse, inverse = ws.result_of(m, l, sink)
@@ -51,9 +36,10 @@ def take(shared, received, output: gl.constexpr):
 
 @gluon.jit
 def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
-    """Compute P of a tile, start to add its left half to the output, and give P: new sums of both,
-    and the two operands, which the products read where they were computed: no store, fence or
-    barrier is in front. Those of the first 32 tokens run under the softmax of the others.
+    """Compute P of a tile, start to add its left half to the output, and give P and the factors as
+    number `sent`: new sums of both, and the two operands, which the products read where they were
+    computed: no store, fence or barrier is in front, and no fence behind the stores of P, which
+    the other warpgroup loads. Products of the first 32 tokens run under the others' softmax.
     """
     HALF: gl.constexpr = TILE // 2
     part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
@@ -63,7 +49,7 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     first, others = gl.split(s.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
     first, others = gl.convert_layout(first, part), gl.convert_layout(others, part)
     p = ws.p_of(first, base, factor)
-    l = ws.decayed(l, decay) + ws.sums_of(p)
+    l = l * gl.convert_layout(decay, gl.SliceLayout(1, ws.SUMS))[:, None] + ws.sums_of(p)
     first = p.to(TYPE)
     first_p = gl.convert_layout(first, operand)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -73,7 +59,12 @@ def multiply_left(s, base, decay, factor, acc, l, left, shared, sent):
     others = p.to(TYPE)
     other_p = gl.convert_layout(others, operand)
     acc = hopper.warpgroup_mma(other_p, left.slice(HALF, HALF), acc, is_async=True)
-    give(shared, first, others, decay, sent)
+    mbarrier.wait(shared.free, (sent & 1) ^ 1)
+    shared.p.slice(0, HALF, dim=1).store(first)
+    shared.p.slice(HALF, HALF, dim=1).store(others)
+    shared.factors.store(decay)
+    barrier()
+    mbarrier.arrive(shared.full, count=1)
     return acc, l, first_p, other_p
 
 
@@ -109,7 +100,8 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
         item = read_item(work, number, form)
         first, count = tiles_of(work, item, form)
         limit = ws.last_visible(work, item, form.HEADS, row_layout)
-        m, l = ws.start_state(row_layout)
+        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        l = gl.zeros([ROWS, 4], gl.float32, ws.SUMS)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
             mbarrier.wait(query.full, items & 1)

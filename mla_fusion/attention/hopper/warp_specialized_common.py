@@ -50,10 +50,8 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[TensorDescriptor, ...]:
     """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads: 64 heads of a
-    token, or all of an item's of several tokens; no last one if R is 0.
-
-    Heads of padding are zeros. The rows that follow those of an item belong to other tokens, or are
-    zeros. What either gives is not stored.
+    token, or all of an item's of several tokens; no last one if R is 0. Heads of padding are zeros;
+    rows that follow those of an item too, or another token's. What either gives is not stored.
     """
     heads = per_work if ROWS.value % per_work == 0 else ROWS.value
     columns = latent // 2, latent // 4, q.shape[2] - latent
@@ -87,9 +85,7 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
             # Once: the kernel in front has ended then.
             gdc.gdc_wait()
         if count > 0:
-            # Free from the start: the phase before the first counts as completed.
-            mbarrier.wait(query.free, (items & 1) ^ 1)
-            copy_query(query, work, item, R, form.HEADS)
+            copy_query(query, items, work, item, R, form.HEADS)
             items += 1
         for t in range(first, first + count):
             token = t * TILE
@@ -105,9 +101,8 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
                 mbarrier.wait(tiles.right_free.index(quarter), phase ^ 1)
                 full = tiles.right_full.index(quarter)
                 mbarrier.expect(full, TILE * PART * SIZE)
-                tma_load(
-                    cache.quarters, [row, HALF + part * PART], full, tiles.right.index(quarter)
-                )
+                target = tiles.right.index(quarter)
+                tma_load(cache.quarters, [row, HALF + part * PART], full, target)
             done += 1
     # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
     # own find room beside those that have. Idle CTAs signal when they end.
@@ -116,8 +111,10 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
 
 
 @gluon.jit
-def copy_query(query, work, item, R: gl.constexpr, HEADS: gl.constexpr):
-    """Start the copy of the query rows of an item. R: rotated columns, or 0."""
+def copy_query(query, number, work, item, R: gl.constexpr, HEADS: gl.constexpr):
+    """Start the copy of the query rows of an item, as number `number`. R: rotated columns, or 0."""
+    # Free from the start: the phase before the first counts as completed.
+    mbarrier.wait(query.free, (number & 1) ^ 1)
     HALF: gl.constexpr = query.left.shape[1]
     PART: gl.constexpr = query.right.shape[2]
     SIZE: gl.constexpr = query.left.dtype.primitive_bitwidth // 8
@@ -154,21 +151,13 @@ def add_quarters(s, query, tiles, done):
 
 
 @gluon.jit
-def start_state(layout: gl.constexpr):
-    """m and l of rows that have seen nothing."""
-    m = gl.full([ROWS], float("-inf"), gl.float32, layout)
-    return m, gl.zeros([ROWS, 4], gl.float32, SUMS)
-
-
-@gluon.jit
 def see(s, token, item, limit, factor, m, SLACK: gl.constexpr = 0):
     """The scores of a tile from `token` on, -inf where a row does not see one; what is subtracted
     from them times `factor`; and the new m.
 
     factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
     SLACK: how far, in base 2, a maximum may be above its row's m before m is raised. P reaches
-    2^SLACK, most decays are 1, sums and LSE stay. bf16 was slower with any: it rescales all the
-    same.
+    2^SLACK, most decays are 1, sums and LSE stay. bf16 was slower with any.
     """
     # Of the tiles of an item only the first and the last ones have tokens that a row does not see.
     shortest = gl.minimum(item.end, item.end + item.after - (item.count - 1))
@@ -196,12 +185,6 @@ def p_of(s, base, factor):
 
 
 @gluon.jit
-def decayed(l, decay):
-    """The sums of the rows so far, times the decay of each."""
-    return l * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-
-
-@gluon.jit
 def sums_of(p):
     """The sums of P [rows, tokens]. Four threads' sums meet in `result_of`."""
     # A thread has two neighbours of every eight tokens.
@@ -218,9 +201,8 @@ def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def result_of(m, l, sink=float("-inf")):
-    """The natural-log LSE of each row, and what its sums are multiplied by.
-
-    sink: one more score of each row, in base 2, of which the LSE knows nothing.
+    """The natural-log LSE of each row, and what its sums are multiplied by. sink: one more score of
+    each row, in base 2, of which the LSE knows nothing.
     """
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
@@ -229,11 +211,9 @@ def result_of(m, l, sink=float("-inf")):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """The layout in which a thread stores four neighbours of a row, and four threads 16.
-
-    In that of products they are pairs, and four threads' fill half of a memory sector. From there
-    to here two threads of a warp exchange pairs by shuffles. More than four would go through shared
-    memory, which is full.
+    """The layout in which a thread stores four neighbours of a row, and four threads 16: in that of
+    products they are pairs, and four threads' fill half of a memory sector. Two threads of a warp
+    exchange pairs by shuffles. More than four would go through shared memory, which is full.
     """
     wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
     lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
@@ -251,21 +231,17 @@ def rows_of(work, item, target, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def final_rows(rows, head, item, target, HEADS: gl.constexpr):
-    """Where `rows` of the output begin."""
-    return target.out + (item.token + rows // HEADS) * target.stride_t + head * target.stride_h
-
-
-@gluon.jit
 def store_part(acc, work, item, target, FIRST: gl.constexpr, form: gl.constexpr):
     """Store normalized sums [rows, columns] in the columns from FIRST on."""
     layout: gl.constexpr = store_layout(acc.shape[1])
     rows, head, real = rows_of(work, item, target, form.HEADS, gl.SliceLayout(1, layout))
     col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     if item.partial < 0:
-        final = final_rows(rows, head, item, target, form.HEADS)[:, None] + col[None, :]
-        TYPE: gl.constexpr = target.out.dtype.element_ty
-        gl.store(final, gl.convert_layout(acc.to(TYPE), layout), mask=real[:, None])
+        at_token = item.token + rows // form.HEADS
+        final = target.out + at_token * target.stride_t + head * target.stride_h
+        final = final[:, None] + col[None, :]
+        values = gl.convert_layout(acc.to(target.out.dtype.element_ty), layout)
+        gl.store(final, values, mask=real[:, None])
     else:
         at_partial = item.partial.to(gl.int64) * form.HEADS + rows
         partial = target.partial + at_partial[:, None] * form.L + col[None, :]
@@ -293,10 +269,9 @@ def pairs_in(even, odd, TYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def store_pairs(even, odd, work, item, target, FIRST: gl.constexpr, form: gl.constexpr):
-    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on.
-
-    Eight rows are heads of one token. All threads have the same eight groups of them in registers,
-    so a group's address is one number for all, and a thread's place in it another.
+    """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on. Eight rows
+    are heads of one token. All threads have the same eight groups of them in registers, so a
+    group's address is one number for all, and a thread's place in it another.
     """
     PAIRS: gl.constexpr = even.shape[0]
     layout: gl.constexpr = pairs_layout(PAIRS)
@@ -311,7 +286,9 @@ def store_pairs(even, odd, work, item, target, FIRST: gl.constexpr, form: gl.con
     head = item.first_head + first % form.HEADS
     real = (first // form.HEADS < item.count) & (head + row < target.heads)
     if item.partial < 0:
-        final = final_rows(first, head, item, target, form.HEADS) + row * target.stride_h + FIRST
+        at_token = item.token + first // form.HEADS
+        final = target.out + at_token * target.stride_t + head * target.stride_h
+        final = final + row * target.stride_h + FIRST
         values = pairs_in(even, odd, target.out.dtype.element_ty, layout)
         gl.store(final.to(gl.pointer_type(gl.int32), bitcast=True) + col, values, mask=real)
     else:

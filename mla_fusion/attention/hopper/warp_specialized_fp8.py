@@ -1,15 +1,12 @@
-"""Who computes what in the warp-specialized decode kernel for Hopper when query and cache are fp8.
+"""The three warpgroups of `warp_specialized.py` that compute, when query and cache are fp8.
 
 The scores are an e4m3 product. The output is [latents, rows]: values are widened to fp16 in
-registers (`widen_pairs`), as the left operand, because an e4m3 product cannot read them
-as they lie. So one warpgroup only computes scores and softmax, two widen and multiply a half each,
-and a single warp asks for the tiles, four of which fit. The products of a tile's scores run under
-the softmax of the tile before, and P lies twice in shared memory.
-
-Barriers are those of `warp_specialized.py`, except: P and factors have two slots, and a slot
-is free when both halves have used it. A half of a tile is free behind its products and a
-fence: a barrier ends no load of a thread, and the copy engine's writes keep no order with loads
-that are not fenced.
+registers (`widen_pairs`), as the left operand, because an e4m3 product cannot read them as they
+lie. So one warpgroup only computes scores and softmax, and two widen and multiply a half each. The
+products of a tile's scores run under the softmax of the tile before, and P lies twice in shared
+memory: a slot is free when both halves have used it. A half of a tile is free behind its products
+and a fence: a barrier ends no load of a thread, and the copy engine's writes keep no order with
+loads that are not fenced.
 """
 
 from triton.experimental import gluon
@@ -58,7 +55,7 @@ def softmax_step(s, token, item, limit, factor, m, l):
     p = ws.p_of(s, base, factor)
     decay = gl.exp2(m - base)
     sums = ws.sums_of(p)
-    return p, decay, new_m, ws.decayed(l, decay) + sums
+    return p, decay, new_m, l * gl.convert_layout(decay, gl.SliceLayout(1, ws.SUMS))[:, None] + sums
 
 
 @gluon.jit
@@ -91,7 +88,8 @@ def score(
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
         factor = gl.where(factor == 0.0, LEAST, factor)
         limit = ws.last_visible(work, item, form.HEADS, row_layout)
-        m, l = ws.start_state(row_layout)
+        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        l = gl.zeros([ROWS, 4], gl.float32, ws.SUMS)
         if count > 0:
             mbarrier.wait(query.full, items & 1)
             items += 1
@@ -140,9 +138,7 @@ def read_quarter(tiles, at, NUMBER: gl.constexpr, RIGHT: gl.constexpr, layout: g
 
 @gluon.jit
 def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexpr):
-    """The second and the third warpgroup: a half of the output, in two quarters of even and odd
-    latents.
-    """
+    """The other warpgroups: a half of the output each, in two quarters of even and odd latents."""
     PART: gl.constexpr = tiles.right.shape[2]
     FIRST: gl.constexpr = 2 * PART if RIGHT else 0
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -156,8 +152,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr, RIGHT: gl.constexp
         first, count = tiles_of(work, item, form)
         even = gl.zeros([PART // 2, ROWS], gl.float32, output)
         odd = even
-        next_even = even
-        next_odd = even
+        next_even, next_odd = even, even
         for t in range(first, first + count):
             slot, phase = slot_of(shared, received)
             mbarrier.wait(slot.full, phase)
