@@ -59,6 +59,15 @@ def test_near_miss_scatter_elsewhere(plain_kernels):
     assert find_all(module, aten.slice_scatter.default)
 
 
+def test_near_miss_scatter_into_another_value(plain_kernels):
+    module = build(CAT)
+    call, scatter = find(module, edits.CAT_FUSED), find(module, aten.slice_scatter.default)
+    whole = call.kwargs["q_pe"].args[0]
+    scatter.update_arg(0, edits.add(module, call, aten.neg.default, whole))
+    fix_and_compare(module)
+    assert find_all(module, aten.slice_scatter.default)
+
+
 def test_missing_metadata_does_not_matter(plain_kernels):
     module = build(CAT)
     for node in module.graph.nodes:
