@@ -81,8 +81,9 @@ def fused_mla_decode_prep(
         positions: [T], int64. Positions of padded rows are never used as an index.
         cos_sin_cache: [max_position, R], the cosines then the sines of R / 2 angles, activation
             type or fp32; None for a model without RoPE in the attention.
-        k_scale, q_scale: one fp32 element each on the device of q: the dequantization scales of
-            cache and query, stored = value / scale. Read only where the target is fp8.
+        k_scale: one fp32 element on the device of q, the dequantization scale of the cache:
+            stored = value / scale. Read only where the target is fp8.
+        q_scale: that of the query.
         is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
         q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
         q_factor: [T], dense, activation type or fp32, as of `llama_4_scaling`.

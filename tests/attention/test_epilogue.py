@@ -1,7 +1,5 @@
 """The epilogue of the reference against the formula, its arguments, and how Triton launches it."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -143,16 +141,6 @@ triton = pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider  # noqa: E402
 from mla_fusion.attention.hopper import fits  # noqa: E402
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel  # noqa: E402
-
-
-def test_latents_that_are_not_aligned_are_not_loaded_in_vectors():
-    shape = epilogues.Shape(1, 128, 4, 4, 4)
-    _, given = make(Case((1,), (3,), shape, values=128))
-    odd = torch.zeros(1, 2, 129, dtype=BF16)[..., 1:]
-    for out, vectors in (given.out, 512), (odd, 0):
-        _, options = epilogues.arguments(dataclasses.replace(given, out=out), shape)
-        found = options["FORM"].VECTORS
-        assert found == vectors
 
 
 def test_a_warm_up_runs_every_launch():
