@@ -328,3 +328,22 @@ def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypat
     # The report has the choices that were made.
     assert step_plan.decode_choice.described(engine.layers, options) == "small"
     assert choose.call_count == 2
+
+
+def test_a_plan_with_the_entries_of_pages_is_not_that_of_a_backend_that_lists_them(monkeypatch):
+    layers = {name: fake_engine.Layer(name, SPEC) for name in ("ROCM_AITER_MLA", "TRITON_MLA", "c")}
+    for name, layer in layers.items():
+        layer.attn_backend = SimpleNamespace(get_name=lambda name=name: name)
+    made, allocate = [], step_plan.attention.PersistentDecodePlan.allocate
+
+    def portable(planner, max_kv_len=None, max_split_per_batch=-1, **arguments):
+        made.append(max_kv_len)
+        return allocate(ctas=4, **arguments)
+
+    choice = step_plan.decode_choice.Choice("aiter", ((1, 4),))
+    monkeypatch.setattr(step_plan.decode_choice, "choose", lambda *_: choice)
+    monkeypatch.setattr(step_plan.attention.PersistentDecodePlan, "allocate", portable)
+    config = config_of(SPEC, 4)
+    config.model_config.max_model_len = 64
+    step_plan.attach(layers, PORTABLE, config)
+    assert made == [None, 64]

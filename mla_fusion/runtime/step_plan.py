@@ -169,16 +169,16 @@ def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any)
             "v_head_dim": layer.kv_lora_rank, "device": layer._k_scale.device,
         }  # fmt: skip
         width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        key = *shape.values(), width, choice.runs, choice.slower_from
+        if choice.planner == "aiter":
+            settings = {"max_split_per_batch": options.max_split_per_batch}
+            if "AITER" not in layer.attn_backend.get_name():  # those list the pages
+                settings["max_kv_len"] = vllm_config.model_config.max_model_len
+        else:
+            executor = attention.get_provider(attention.portable_provider(shape["device"]))
+            of = layer.num_heads, rows, shape["kv_dtype"], width, shape["device"]
+            settings = executor.plan_settings(*of)
+        key = *shape.values(), *settings.items(), choice.runs, choice.slower_from, width
         if key not in plans:
-            if choice.planner == "aiter":
-                settings = {"max_split_per_batch": options.max_split_per_batch}
-                if "AITER" not in layer.attn_backend.get_name():  # those list the pages
-                    settings["max_kv_len"] = vllm_config.model_config.max_model_len
-            else:
-                executor = attention.get_provider(attention.portable_provider(shape["device"]))
-                of = layer.num_heads, rows, shape["kv_dtype"], width, shape["device"]
-                settings = executor.plan_settings(*of)
             plan = attention.PersistentDecodePlan.allocate(
                 max_batch=choice.runs[-1][1], planner=choice.planner, **shape, **settings
             )
