@@ -39,12 +39,9 @@ class PersistentDecodePlan(PlanBuffers):
 
     @classmethod
     def allocate(cls, **arguments: Any) -> Self:
-        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string.
-
-        Raises:
-            ValueError: an argument is out of range, or AITER was asked for and has no kernel.
-            ProviderUnavailable: AITER was asked for and is not here.
-        """
+        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string. Raises:
+        ValueError where one is out of range; of AITER's planner also that it has no kernel, and
+        ProviderUnavailable where it is missing."""
         settings = Settings(**arguments)
         module: Any = planner_aiter if settings.planner == "aiter" else planner
         if module is planner and settings.device.type != "cpu":
@@ -56,22 +53,17 @@ class PersistentDecodePlan(PlanBuffers):
         self, *, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int,
         max_query_len: int,
     ) -> None:  # fmt: skip
-        """Plan one step, in place: no host sync, the same addresses.
+        """Plan one step, in place: no host sync, the same addresses. The portable planner is one
+        kernel on a GPU and allocates nothing: a captured refresh replays with the lengths that the
+        tensors hold then. Raises: ValueError where the step is larger than the plan, or a tensor is
+        not as here.
 
-        The portable planner is one kernel on a GPU and allocates nothing: a captured refresh
-        replays with the lengths that `qo_indptr` and `seq_lens` hold then.
-
-        Args:
-            qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing.
-                Sequences without rows are padding.
-            seq_lens: [batch] int32, KV tokens of each sequence, its new ones included; on a CPU
-                2^31 - 1 together, at most.
-            num_tokens: query rows of the step, with padding: the first dimension of the query.
-            max_query_len: most query rows of a sequence in this step.
-
-        Raises:
-            ValueError: the step is larger than the plan, or a tensor is not as above.
-        """
+        qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing. Sequences
+            without rows are padding.
+        seq_lens: [batch] int32, KV tokens of each sequence, its new ones included; on a CPU
+            2^31 - 1 together, at most.
+        num_tokens: query rows of the step, with padding: the first dimension of the query.
+        max_query_len: most query rows of a sequence in this step."""
         settings, batch = self.settings, seq_lens.shape[0]
         most, longest = settings.max_batch, settings.max_query_len
         given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
@@ -102,12 +94,7 @@ def get_provider(name: str) -> Any:
     `unsupported(q_dtype, kv_dtype, latent, rope)`, why it does not decode such queries over such a
     cache, or an empty string. And it has `persistent_mla_decode(given) -> None`, which gets
     validated `Inputs` and writes their `out`, `lse` and `epilogue.out` in place. It raises
-    ValueError, before any launch, for what it does not support. Nothing falls back.
-
-    Raises:
-        ValueError: no such provider.
-        ProviderUnavailable: it cannot run here.
-    """
+    ValueError, before any launch, for what it does not support. Nothing falls back."""
     return load(__name__, PROVIDERS, name)
 
 
@@ -140,8 +127,8 @@ def persistent_mla_decode(
         block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after
             its end are not read.
         softmax_scale: of the scores; the scales below come on top.
-        q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
-            value = stored * scale. Needed, and read, where q or the cache is fp8.
+        q_scale, kv_scale: one fp32 element each, on the device: value = stored * scale. Needed, and
+            read, where q or the cache is fp8.
         out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
         return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
         epilogue: what follows the attention, in the same launches. `out` is then a workspace of
@@ -152,11 +139,8 @@ def persistent_mla_decode(
     Returns:
         (out, or `epilogue.out` with an epilogue; lse [T, H] fp32, or None unless asked for).
 
-    Raises:
-        ProviderUnavailable: the provider cannot run here.
-        ValueError: an argument breaks the table above, the plan was refreshed for another step,
-            or the provider does not support the combination.
-    """
+    Raises: ProviderUnavailable where the provider cannot run; ValueError where an argument is not
+    as above, the plan is of another step, or the provider does not support the combination."""
     if provider == "auto":
         provider = plan.planner.PROVIDERS[0]
     if provider in PROVIDERS and provider not in plan.planner.PROVIDERS:

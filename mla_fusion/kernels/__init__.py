@@ -25,9 +25,8 @@ def get_provider(name: str) -> Any:
     A provider module has `require() -> None`, which raises `ProviderUnavailable`;
     `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which need not validate;
     `unsupported(nope, rope, latent) -> str`, why it does not serve such widths, or an empty string;
-    and, if a first call compiles or builds something, `warmup` with the signature of
-    `triton.warmup`. Nothing falls back: who asked for a kernel gets that kernel or an error.
-    """
+    and, if a first call compiles or builds something, `warmup` as `triton.warmup`. Nothing falls
+    back: who asked for a kernel gets that kernel or an error."""
     return load(__name__, PROVIDERS, name)
 
 
@@ -42,10 +41,8 @@ def load(package: str, providers: tuple[str, ...], name: str) -> Any:
 
 
 def unsupported(provider: str, nope: int, rope: int, latent: int) -> str:
-    """Why `provider` does not serve a layer with these P, R and L; empty if it does.
-
-    Asked without what the provider needs: its module imports that when it is called.
-    """
+    """Why `provider` does not serve a layer with these P, R and L; empty if it does. Asked without
+    what the provider needs, which its module imports when it is called."""
     module = importlib.import_module(f"mla_fusion.kernels.{provider}")
     return str(module.unsupported(nope, rope, latent))
 
@@ -76,8 +73,7 @@ def fused_mla_decode_prep(
         k_pe: [T, R], activation type; rows may be strided.
         kv_cache: [blocks, block_size, L + R], activation type, or fp8 (torch.uint8 is viewed as
             the fp8 type of the platform by the caller). Blocks and entries may be strided.
-        slot_mapping: [T], int64. A row with slot < 0 is padding: it writes no cache, and its
-            query row is zero.
+        slot_mapping: [T], int64. A row with slot < 0 is padding: no cache, a query row of zeros.
         positions: [T], int64. Positions of padded rows are never used as an index.
         cos_sin_cache: [max_position, R], the cosines then the sines of R / 2 angles, activation
             type or fp32; None for a model without RoPE in the attention.
@@ -97,10 +93,7 @@ def fused_mla_decode_prep(
     to the activation type; then each part is multiplied in fp32 and rounded to the activation
     type, before the product and before fp8.
 
-    Raises:
-        ProviderUnavailable: the provider cannot run here.
-        ValueError: an argument breaks the table above.
-    """
+    Raises: ProviderUnavailable where it cannot run, ValueError for arguments not as above."""
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,

@@ -98,8 +98,7 @@ def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
 
     The order of the rows is the one that Triton spreads over the program: 8 for a warp, then the
     next warps (16 tokens further, then in the columns beside), then the next rows of the same warp
-    (64 columns further, then 8 tokens). So the layout changes without moving data.
-    """
+    (64 columns further, then 8 tokens). So the layout changes without moving data."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     BLOCK_N: tl.constexpr = form.plan.block_n
     WIDTH: tl.constexpr = form.L + form.R
@@ -125,8 +124,7 @@ def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
 
     A store of the shape of the q or W tile would make Triton load that tile with the store's 16
     elements per thread, which for 16-bit operands halves the use of every memory transaction: such
-    a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
-    """
+    a tile is stored as [2 BLOCK_M, BLOCK_N / 2]."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     BLOCK_N: tl.constexpr = form.plan.block_n
     WIDTH: tl.constexpr = form.L + form.R
@@ -195,11 +193,8 @@ def _walk_tiles(
 
 @triton.jit
 def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.constexpr):
-    """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
-
-    `work` says which: latents of a group of tokens follow each other, then groups, then heads. Rows
-    without a slot are not stored.
-    """
+    """q_nope @ W_UK of a head, for M_TILES * BLOCK_M tokens and BLOCK_N latents. `work` says which:
+    latents of a group of tokens in a row, then groups, then heads. Padded rows are not stored."""
     BLOCK_N: tl.constexpr = form.plan.block_n
     GROUP: tl.constexpr = form.plan.block_m * form.plan.m_tiles
     n_tiles: tl.constexpr = (form.L + BLOCK_N - 1) // BLOCK_N
@@ -230,22 +225,16 @@ def prep_kernel(
     K_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`; FORM is a
-    `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values.
-
-    `factor_ptr` is None for a query without a factor: the machine code then has no trace of it.
-
-    Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
-    negative where conversions saturate by themselves. PDL: the launch has the
-    programmatic-dependent-launch attribute.
-    """
+    `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values. `factor_ptr` is None for
+    a query without a factor: the machine code then has no trace of it. Q_LIMIT and K_LIMIT are of
+    `triton._limit`. PDL: the launch has the programmatic-dependent-launch attribute."""
     # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
     # tl.multiple_of has no effect on an argument.
     q_row = q_row * FORM.ALIGN
     kv_c_row = kv_c_row * FORM.ALIGN
     k_pe_row = k_pe_row * FORM.ALIGN
     if PDL:
-        # The next kernel may start loading its weights; it waits for this grid before it reads
-        # or writes anything else.
+        # The next kernel may load its weights; before anything else it waits for this grid.
         tl.extra.cuda.gdc_launch_dependents()
     given = Given(
         q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,

@@ -31,10 +31,8 @@ def inverse_of(scale_ptr, LIMIT: tl.constexpr):
 
 @triton.jit
 def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
-    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even.
-
-    A negative LIMIT says that the conversion of this device clamps by itself.
-    """
+    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even. A negative
+    LIMIT says that the conversion of this device clamps by itself."""
     if LIMIT != 0:
         x = x * inverse
     if LIMIT > 0:
@@ -75,11 +73,8 @@ def _rope_rows(
     src, dst, rows, cos_sin, valid, inverse, factor, form: tl.constexpr, LIMIT: tl.constexpr,
     SCALED: tl.constexpr, ZERO_INVALID: tl.constexpr,
 ):  # fmt: skip
-    """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
-
-    `factor` scales the rotated rows if SCALED. `rows` masks rows out. Rows that are not `valid`
-    become zeros (ZERO_INVALID) or are not stored.
-    """
+    """RoPE of rows of R elements, to which `src`, `dst` and `cos_sin` are [ROWS, 1] pointers, times
+    `factor` if SCALED; `rows` masks them, those not `valid` become zeros if ZERO_INVALID."""
     DTYPE: tl.constexpr = dst.dtype.element_ty
     ACT: tl.constexpr = src.dtype.element_ty
     R: tl.constexpr = form.R
@@ -154,10 +149,7 @@ def cache_rows(given, unit, form: tl.constexpr, K_LIMIT: tl.constexpr):
 @triton.jit
 def rotated_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]. Returns their numbers, which are inside
-    of the batch, their slots, and 1 / scale.
-
-    ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once.
-    """
+    of the batch, their slots, and 1 / scale. ONE_TOKEN: a token's are loaded once for all."""
     ROPE_ROWS: tl.constexpr = form.plan.rope_rows
     WIDTH: tl.constexpr = form.L + form.R
     row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
@@ -181,8 +173,7 @@ def query_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     row, inside, slot, _ = rotated_rows(given, unit, form, Q_LIMIT)
     cols = tl.arange(0, form.L_PAD)[None, :]
     out = given.out + row * (form.L + form.R) + cols
-    # The product does not store padded rows: a mask on its stores is cheaper than a select for
-    # each element.
+    # Not stored by the product: a mask on its stores is cheaper than a select for each element.
     padded = inside & (slot < 0)
     if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
         zero = tl.zeros(out.shape, tl.float32).to(given.out.dtype.element_ty)

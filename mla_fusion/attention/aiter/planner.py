@@ -38,12 +38,8 @@ def require(settings: Settings) -> None:
 
 def cannot_cap(cap: int) -> str:
     """Why this AITER cannot cap the splits of a batch at `cap`; empty if it can, or need not."""
-    if cap < 0 or selection.sizes_with_cap():
-        return ""
-    return (
-        "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
-        "v0.1.16 or newer"
-    )
+    why = "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
+    return "" if cap < 0 or selection.sizes_with_cap() else why + "v0.1.16 or newer"
 
 
 def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> selection.Verdict:

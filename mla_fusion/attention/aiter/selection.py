@@ -38,12 +38,9 @@ _SLOW_BATCH = 32  # padded sequences of a step
 
 
 class Verdict(NamedTuple):
-    """AITER's persistent decode for one shape.
-
-    layout: how its heads are padded and folded. query_len: the rows of a sequence that the kernel
-    is for, as many as there are or the next for which there is one; 0 without a kernel.
-    unsupported: why there is no kernel, or empty.
-    """
+    """AITER's persistent decode for one shape. layout: how its heads are padded and folded.
+    query_len: the rows of a sequence that the kernel is for, as many as there are or the next for
+    which there is one; 0 without a kernel. unsupported: why there is no kernel, or empty."""
 
     layout: HeadLayout
     query_len: int = 0
@@ -98,8 +95,7 @@ def slow_steps(
 ) -> tuple[int, str]:
     """From how many sequences on, padded ones too and up to `most`, another decode is faster over a
     cache of `dtype`, and which steps those are and why; (0, "") if it never is. The table has no
-    step with drafts, but an engine with them may have steps without.
-    """
+    step with drafts, but an engine with them may have steps without."""
     if (arch, dtype) != ("gfx950", torch.bfloat16) or num_heads > 16 or most < _SLOW_BATCH:
         return 0, ""
     drafts = " without drafts" if query_len > 1 else ""
@@ -129,10 +125,8 @@ def require() -> None:
     fused_region.require()
     _, _, names = installed_planner()
     if "kv_last_page_lens" not in names:
-        raise ProviderUnavailable(
-            "this AITER's get_mla_metadata_v1 has no kv_last_page_lens: install v0.1.10.post2 or "
-            "newer"
-        )
+        why = "this AITER's get_mla_metadata_v1 has no kv_last_page_lens"
+        raise ProviderUnavailable(f"{why}: install v0.1.10.post2 or newer")
 
 
 def installed_planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:

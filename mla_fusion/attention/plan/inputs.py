@@ -28,8 +28,7 @@ class Scope:
 @dataclasses.dataclass(frozen=True)
 class Sparse:
     """What sparse decode adds. extra: the scope after the first one; lens: [B] int32, how many of
-    the first scope's `first` columns count; sink: [H] fp32 or None.
-    """
+    the first scope's `first` columns count; sink: [H] fp32 or None."""
 
     extra: Scope
     first: int
@@ -39,12 +38,9 @@ class Sparse:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is known of a decode when its kernel is compiled.
-
-    ENTRY: stride of tokens in a page of PAGE. HEADS, FOLD: of the plan's layout.
-    SPARSE: the table lists slots. A sequence is FIRST tokens of the first scope, then those of the
-    `EXTRA_` scope. SINK, LSE: whether there is one. layout: of byte caches.
-    """
+    """What is known of a decode when its kernel is compiled. ENTRY: stride of tokens in a page of
+    PAGE. HEADS, FOLD: of the plan's layout. SPARSE: the table lists slots. A sequence is FIRST
+    tokens of the first scope, then those of the `EXTRA_` scope. SINK, LSE: whether there is one."""
 
     L: int
     R: int
@@ -63,8 +59,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated, and
-    those of a sparse decode."""
+    """The arguments of a dense or sparse decode, with `out` and, if wanted, `lse` allocated."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor

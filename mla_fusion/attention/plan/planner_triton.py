@@ -42,9 +42,7 @@ def store_costs(
     qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
     MAX_BATCH: tl.constexpr, rules: tl.constexpr,
 ):  # fmt: skip
-    """Copy the lengths and write the pairs of all sequences; return the tiles up to the last one
-    that has query rows.
-    """
+    """Copy the lengths, write the pairs of sequences; return the tiles up to the last live one."""
     query = tl.load(qo_indptr + b, mask=b < batch, other=0)
     query_end = tl.load(qo_indptr + b + 1, mask=b < batch, other=0)
     length = tl.load(seq_lens + b, mask=b < batch, other=0)
@@ -153,12 +151,9 @@ def smallest_budget(
 def find_starts(
     sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr, BLOCK_W: tl.constexpr
 ):  # fmt: skip
-    """Write where each CTA starts; return the last CTA that gets work, or `busy` or more if there
-    are too few.
-
+    """Write where each CTA starts; return the last that gets work, `busy` or more if too few are.
     Scalar but for the stores of CTAs that start in the same tile: nothing in the loop but the walk
-    over the sequences waits for memory.
-    """
+    over the sequences waits for memory."""
     zero = tl.full([], 0, tl.int32)
     lane = 1 + tl.arange(0, BLOCK_W)
     step = budget - kept  # blocks of a CTA that starts and ends in a tile

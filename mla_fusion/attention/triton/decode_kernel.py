@@ -153,8 +153,7 @@ def decode_kernel(
     Tensors are those of `mla_fusion.attention.persistent_mla_decode`, of its plan and of
     `inputs.Sparse`, FORM is `Inputs.form`. scale: of the scores, before the scales of q and the
     cache. A query row is position * HEADS + head. DOT: the type of both products. Caches with a
-    layout are of e4m3 type here. R is 0 where the rotated values are latents.
-    """
+    layout are of e4m3 type here. R is 0 where the rotated values are latents."""
     L: tl.constexpr = FORM.L
     R: tl.constexpr = FORM.R
     HEADS: tl.constexpr = FORM.HEADS
@@ -234,8 +233,7 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
     """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
     gfx942, gfx950 and sm_90 without spilling registers in the loop over tiles; fp8 latents above
     512 do on sm_90, whatever the tile. of_bytes: the scales of such a cache take registers too: 32
-    query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
-    """
+    query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90."""
     warp = 64 if torch.version.hip else 32
     if of_bytes:
         return (16, 4) if warp == 64 else (min(rows, 32), 8)
