@@ -32,16 +32,15 @@ class PersistentDecodePlan(PlanBuffers):
 
     PROVIDERS               names of the providers that execute its plans, the default first
     allocate(settings)      the fields of `PlanBuffers`; raises where it cannot plan
-    fill(plan, qo_indptr, seq_lens, max_query_len)    writes the plan of a step, in place
-    """
+    fill(plan, qo_indptr, seq_lens, max_query_len)    writes the plan of a step, in place"""
 
     planner: Any
 
     @classmethod
     def allocate(cls, **arguments: Any) -> Self:
-        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string. Raises:
-        ValueError where one is out of range; of AITER's planner also that it has no kernel, and
-        ProviderUnavailable where it is missing."""
+        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string. Raises
+        ValueError for one out of range, or if AITER was asked for and has no kernel, and
+        ProviderUnavailable if AITER is not here."""
         settings = Settings(**arguments)
         module: Any = planner_aiter if settings.planner == "aiter" else planner
         if module is planner and settings.device.type != "cpu":
@@ -55,8 +54,7 @@ class PersistentDecodePlan(PlanBuffers):
     ) -> None:  # fmt: skip
         """Plan one step, in place: no host sync, the same addresses. The portable planner is one
         kernel on a GPU and allocates nothing: a captured refresh replays with the lengths that the
-        tensors hold then. Raises: ValueError where the step is larger than the plan, or a tensor is
-        not as here.
+        tensors hold then. ValueError: the step exceeds the plan, or a tensor is not as here.
 
         qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing. Sequences
             without rows are padding.
@@ -118,29 +116,26 @@ def persistent_mla_decode(
     where k is the sequence's cached [latent | rope] rows. A row that sees no key is zero, with an
     LSE of -inf. Rows of `out` after the last sequence are not written.
 
-    Args:
-        q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b
-            are qo_indptr[b] ... qo_indptr[b + 1] - 1 of the step the plan was refreshed for.
-        kv_cache: [blocks, page_size, L + R], the type the plan was allocated for; dense in the last
-            dimension. Blocks and entries may be strided.
-        plan: refreshed for this step; it alone has the lengths.
-        block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after
-            its end are not read.
-        softmax_scale: of the scores; the scales below come on top.
-        q_scale, kv_scale: one fp32 element each, on the device: value = stored * scale. Needed, and
-            read, where q or the cache is fp8.
-        out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
-        return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
-        epilogue: what follows the attention, in the same launches. `out` is then a workspace of
-            w_uv's type for latents. Its rows after the last sequence of the plan are read: the
-            product of each is the row of `epilogue.out`.
-        provider: who computes it, one of `PROVIDERS`, or "auto": the first of its planner's.
+    q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b are
+        qo_indptr[b] ... qo_indptr[b + 1] - 1 of the step the plan was refreshed for.
+    kv_cache: [blocks, page_size, L + R], the type the plan was allocated for; dense in the last
+        dimension only.
+    plan: refreshed for this step; it alone has the lengths.
+    block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after its
+        end are not read.
+    softmax_scale: of the scores; the scales below come on top.
+    q_scale, kv_scale: one fp32 element each, on the device: value = stored * scale. Needed, and
+        read, where q or the cache is fp8.
+    out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
+    return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
+    epilogue: what follows the attention, in the same launches. `out` is then a workspace of w_uv's
+        type for latents. Its rows after the last sequence of the plan are read: the product of each
+        is the row of `epilogue.out`.
+    provider: who computes it, one of `PROVIDERS`, or "auto": the first of its planner's.
 
-    Returns:
-        (out, or `epilogue.out` with an epilogue; lse [T, H] fp32, or None unless asked for).
-
-    Raises: ProviderUnavailable where the provider cannot run; ValueError where an argument is not
-    as above, the plan is of another step, or the provider does not support the combination."""
+    Returns (out, or `epilogue.out` with an epilogue; lse [T, H] fp32, or None unless asked for).
+    Raises ProviderUnavailable where the provider cannot run, ValueError where an argument is not as
+    above, the plan is of another step, or the provider does not support the combination."""
     if provider == "auto":
         provider = plan.planner.PROVIDERS[0]
     if provider in PROVIDERS and provider not in plan.planner.PROVIDERS:

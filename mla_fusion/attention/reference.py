@@ -68,7 +68,6 @@ def persistent_mla_decode(given: Inputs) -> None:
         else:
             partial_output[partial : partial + count] = output
             partial_lse[partial : partial + count] = logsumexp
-
     merge(given, partial_output, partial_lse)
     if given.epilogue is not None:
         finish(given.out, given.epilogue)

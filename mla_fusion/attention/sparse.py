@@ -19,8 +19,7 @@ from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.buffers import check
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
 
-# Scopes change between tiles, and both kernels' tiles divide this.
-TILE = 64
+TILE = 64  # scopes change between tiles, and both kernels' tiles divide this
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,19 +107,16 @@ def sparse_mla_decode(
 
     without the last term if there is no sink. A row without keys is zero, with an LSE of -inf.
 
-    Args:
-        scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense
-            in its last dimension; each table [T, width] int32 lists slots, block * page_size
-            + entry, or -1 for none, anywhere in the row. A table may be narrower than the scratch
-            if the refresh was given lengths. With a `CacheLayout`, the same for both scopes, the
-            query is bf16 and a cache uint8 [blocks, page_size, layout.bytes]. A key is then
-            [latent | rope] after dequantization: value * scale in fp32, rounded to bf16 for both
-            products. L is `layout.latent` = 512; `FP8_DS_MLA` has 64 rotated columns beside it,
-            `FP8_DS_MLA_V4` has them as the last 64 of it.
-        scratch: refreshed for this step.
-        sink: [H] fp32, one more score for each head, of a key whose value is zero; not in the LSE.
-        Others, results and errors as `persistent_mla_decode` has them, but a layout has no
-            kv_scale: its entries have scales of their own."""
+    scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense in its
+        last dimension; each table [T, width] int32 lists slots, block * page_size + entry, or -1
+        for none, anywhere in the row. A table may be narrower than the scratch if the refresh was
+        given lengths. With a `CacheLayout`, the same for both scopes, the query is bf16 and a cache
+        uint8 [blocks, page_size, layout.bytes]. A key is then as `plan/layouts.py` has it: value *
+        scale in fp32, rounded to bf16 for both products.
+    scratch: refreshed for this step.
+    sink: [H] fp32, one more score for each head, of a key whose value is zero; not in the LSE.
+    Others, results and errors as `persistent_mla_decode` has them, but a layout has no kv_scale:
+        its entries have scales of their own."""
     provider.require()
     latent = scratch.plan.settings.v_head_dim
     if out is None:

@@ -65,35 +65,31 @@ def fused_mla_decode_prep(
 
     Only q_out and kv_cache are written.
 
-    Arguments:
-        q: [T, H, P + R], activation type (bf16, fp16 or fp32); token and head strides are free,
-            the last dimension is dense.
-        w_uk_t: [H, P, L], activation type: W_UK of the layer, transposed as vLLM keeps it.
-        kv_c: [T, L], activation type, normalized; rows may be strided.
-        k_pe: [T, R], activation type; rows may be strided.
-        kv_cache: [blocks, block_size, L + R], activation type, or fp8 (torch.uint8 is viewed as
-            the fp8 type of the platform by the caller). Blocks and entries may be strided.
-        slot_mapping: [T], int64. A row with slot < 0 is padding: no cache, a query row of zeros.
-        positions: [T], int64. Positions of padded rows are never used as an index.
-        cos_sin_cache: [max_position, R], the cosines then the sines of R / 2 angles, activation
-            type or fp32; None for a model without RoPE in the attention.
-        k_scale, q_scale: one fp32 element each on the device of q: the dequantization scales of
-            cache and query, stored = value / scale. Read only where the target is fp8.
-        is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
-        q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
-        q_factor: [T], dense, activation type or fp32, as of `llama_4_scaling`.
-        context_parallel: no row is padding. Under decode context parallelism a token that another
-            rank keeps has slot -1 too: it writes no cache here, and its query is needed.
-        provider: one of `PROVIDERS`.
+    q: [T, H, P + R], activation type (bf16, fp16 or fp32); only the last dimension need be dense.
+    w_uk_t: [H, P, L], activation type: W_UK of the layer, transposed as vLLM keeps it.
+    kv_c, k_pe: [T, L], normalized, and [T, R], activation type; rows may be strided.
+    kv_cache: [blocks, block_size, L + R], activation type, or fp8 (torch.uint8 is viewed as the fp8
+        type of the platform by the caller). Blocks and entries may be strided.
+    slot_mapping: [T], int64. A row with slot < 0 is padding: it writes no cache, its query is zero.
+    positions: [T], int64. Positions of padded rows are never used as an index.
+    cos_sin_cache: [max_position, R], the cosines then the sines of R / 2 angles, activation type or
+        fp32; None for a model without RoPE in the attention.
+    k_scale, q_scale: one fp32 element each on the device of q, of cache and query: stored = value /
+        scale. Read only where the target is fp8.
+    is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
+    q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
+    q_factor: [T], dense, activation type or fp32, as of `llama_4_scaling`.
+    context_parallel: no row is padding. Under decode context parallelism a token that another rank
+        keeps has slot -1 too: it writes no cache here, and its query is needed.
+    provider: one of `PROVIDERS`.
 
-    Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is
-    computed in fp32 from the stored cosines and sines; fp8 targets multiply by 1 / scale in
-    fp32, clamp to the largest finite value (NaN stays NaN) and round to nearest even; every
-    other target is rounded to nearest even once. With a factor the rotated part is first rounded
-    to the activation type; then each part is multiplied in fp32 and rounded to the activation
-    type, before the product and before fp8.
+    Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is in fp32
+    from the stored cosines and sines; fp8 targets multiply by 1 / scale in fp32, clamp to the
+    largest finite value (NaN stays NaN) and round to nearest even; every other target is rounded to
+    nearest even once. With a factor the rotated part is first rounded to the activation type; then
+    each part is multiplied in fp32 and rounded to it, before the product and before fp8.
 
-    Raises: ProviderUnavailable where it cannot run, ValueError for arguments not as above."""
+    Raises ProviderUnavailable where the provider cannot run, ValueError for other arguments."""
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,

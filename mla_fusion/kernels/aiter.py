@@ -49,16 +49,13 @@ class PackedWeight:
     kind: str
     weight: torch.Tensor
     scale: torch.Tensor
+    dtype = torch.bfloat16  # of the activations
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(H, P, L), as that of a plain W_UK."""
         heads, latent, packed = self.weight.shape
         return heads, 2 * packed if self.kind == "fp4" else packed, latent
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
 
     @property
     def device(self) -> torch.device:

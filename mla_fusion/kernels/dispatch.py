@@ -2,8 +2,7 @@
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
 be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
-`fit` shrinks tiles that are too deep. Nothing is tried out at run time: a graph and its warm-up
-agree.
+`fit` shrinks tiles that are too deep. Nothing is tried out at run time: graph and warm-up agree.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Widths(NamedTuple):
 class Plan:
     """One configuration of `triton_kernels.prep_kernel`.
 
-    block_m, block_n: tokens and latents of a product tile; block_m 1 sums products instead of
-        using matrix instructions.
+    block_m, block_n: tokens and latents of a product tile; with block_m 1 no matrix instructions.
     m_tiles: token tiles of one product program, which loads its tile of W_UK once.
     rope_rows, cache_tokens: rows of [tokens * heads] and tokens of one rest program.
     rest_last: the rest programs come after the product programs in the grid."""
@@ -88,8 +86,7 @@ def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
     """The plan for gfx942 or gfx950, by the static roofline (`tools/amd_roofline.py`).
 
     128 latents of 128 columns fill half of the LDS of gfx942, and leave a SIMD two waves; one round
-    of smaller tiles also has a shorter tail. gfx950 has the LDS, and from 65 tokens on the tiles.
-    """
+    of smaller tiles has a shorter tail too. gfx950 has the LDS, and from 65 tokens enough tiles."""
     plan = default_plan(tokens, heads, latent)
     if plan.block_n < 128 or (arch == "gfx950" and tokens > 64):
         return plan

@@ -12,8 +12,7 @@ class Inputs(NamedTuple):
 
     derived: an engine's `mla_fusion.runtime.tables`, where a provider keeps what it makes of the
     cosines and sines, each with a `refresh()`; without it each call makes them.
-    A NamedTuple: each layer of a step makes one, and a frozen dataclass takes four times as long.
-    """
+    A NamedTuple: each layer of a step makes one, and a frozen dataclass takes 4 times as long."""
 
     q: torch.Tensor
     w_uk_t: Any  # a tensor; provider `aiter` also takes its PackedWeight

@@ -63,8 +63,7 @@ def no_fp8(device: torch.device | str) -> str:
 
 
 def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
-    """Raise ValueError where a tensor of these types, by name, is of fp8 that kernels for a device
-    do not have."""
+    """Raise ValueError if one of these types, by tensor, is an fp8 that a device does not have."""
     for name, dtype in dtypes.items():
         if dtype in FP8_DTYPES and (why := no_fp8(device)):
             raise ValueError(f"provider 'triton': {name} is {dtype}, but {why}; use bf16")
@@ -73,8 +72,7 @@ def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:
-    """Options of a launch, PDL among them: where the device can, a kernel is launched before the
-    one in front has ended (programmatic dependent launch)."""
+    """Options of a launch; with PDL (programmatic dependent launch) before the one ahead ends."""
     return {"PDL": True, "launch_pdl": True} if _capability(device) >= (9, 0) else {"PDL": False}
 
 

@@ -8,8 +8,7 @@ One launch holds two kinds of programs, which run side by side:
     rest      `triton_rows.py`: RoPE of k_pe and the cache rows of a few tokens, or RoPE of q_pe
               for a few rows of the flattened [tokens * heads]
 
-Offsets into q, w_uk_t and q_out fit 32 bits (the provider checks that); offsets into the cache
-are 64-bit.
+Offsets into q, w_uk_t and q_out fit 32 bits (the provider checks that), those into the cache 64.
 
 DIRECT: large tiles of an fp8 query are stored straight from the registers of WGMMA, which leaves a
 warp with 16 tokens, and a lane with two neighbours of every 8 columns of the tokens lane / 4 and
@@ -38,8 +37,7 @@ from mla_fusion.kernels.triton_rows import Given, cast, factors_of, inverse_of, 
 def _product_cast(y, given, inverse, LIMIT: tl.constexpr, DIRECT: tl.constexpr):
     """fp32 sums `y` rounded to the activation type and then cast to that of the query."""
     if DIRECT and LIMIT < 0:
-        # To bf16 and back, two elements by one instruction of NVIDIA's; as below it is a slow
-        # instruction for each.
+        # To bf16 and back, two elements at once: as below it is a slow instruction for each.
         y = tl.inline_asm_elementwise(
             """{
             .reg .b32 pair;
@@ -101,7 +99,6 @@ def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
     (64 columns further, then 8 tokens). So the layout changes without moving data."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     BLOCK_N: tl.constexpr = form.plan.block_n
-    WIDTH: tl.constexpr = form.L + form.R
     SIDES: tl.constexpr = 16 * form.plan.num_warps // BLOCK_M
     BLOCKS: tl.constexpr = BLOCK_N // SIDES // 64
     ROWS: tl.constexpr = BLOCK_M * BLOCK_N // 64
@@ -114,8 +111,8 @@ def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
     block = part // (BLOCK_M // 2 * SIDES) % BLOCKS
     column = n_start + side * (BLOCK_N // SIDES) + block * 64 + tl.arange(0, 64)[None, :]
     stored = tl.broadcast_to(slot >= 0, (2, BLOCK_N // 64, BLOCK_M // 2))
-    stored = tl.reshape(stored, (ROWS, 1))
-    tl.store(out_ptrs + (m + row) * heads * WIDTH + column, y, mask=stored & (column < form.L))
+    out = out_ptrs + (m + row) * heads * (form.L + form.R) + column
+    tl.store(out, y, mask=tl.reshape(stored, (ROWS, 1)) & (column < form.L))
 
 
 @triton.jit
@@ -127,7 +124,6 @@ def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
     a tile is stored as [2 BLOCK_M, BLOCK_N / 2]."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     BLOCK_N: tl.constexpr = form.plan.block_n
-    WIDTH: tl.constexpr = form.L + form.R
     FOLD: tl.constexpr = 2 if BLOCK_N == form.P_PAD or BLOCK_M == form.P_PAD else 1
     y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
     part = tl.arange(0, FOLD * BLOCK_M)[:, None]
@@ -135,7 +131,7 @@ def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
     slot = query_slots(given, row, form.ALL_ROWS)
     column = tl.arange(0, BLOCK_N // FOLD)[None, :]
     column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
-    out = out_ptrs + row * given.heads * WIDTH + column
+    out = out_ptrs + row * given.heads * (form.L + form.R) + column
     tl.store(out, y, mask=(slot >= 0) & (column < form.L))
 
 
@@ -144,8 +140,7 @@ def _sum_rows(
     w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form: tl.constexpr, Q_LIMIT: tl.constexpr
 ):  # fmt: skip
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
-    M_TILES: tl.constexpr = form.plan.m_tiles
-    for i in tl.static_range(M_TILES):
+    for i in tl.static_range(form.plan.m_tiles):
         token = m_start + i
         wanted = (token < given.tokens) & (k < form.P)
         q = tl.load(q_ptrs + token * given.q_row + k, mask=wanted, other=0.0)

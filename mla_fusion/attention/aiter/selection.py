@@ -20,9 +20,8 @@ LATENT = 512  # the output of all its kernels is this wide
 WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
-# (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending,
-# and those whose kernel also writes the log-sum-exp; for bf16 on gfx950 one kernel takes any number
-# of heads (0).
+# (architecture, query and cache, heads of a work item, 0 for any number) -> query lengths with a
+# kernel, ascending, and those whose kernel also writes the log-sum-exp.
 _QUERY_LENS: dict[tuple[str, str, int], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("gfx942", "bf16", 16): ((1, 2, 3, 4), ()),
     ("gfx942", "bf16 over fp8", 16): ((1, 2, 3, 4), ()),
@@ -107,9 +106,8 @@ def slow_steps(
 
 def unsupported_widths(latent: int, rope: int) -> str:
     """Why AITER's persistent decode does not take a cache of these widths; empty if it does."""
-    wanted = f"latents of {LATENT} and {WIDTHS[1]} rotated"
-    taken = (latent, rope) == WIDTHS
-    return "" if taken else f"its kernels are for {wanted}, got {latent} and {rope}"
+    why = f"its kernels are for latents of {LATENT} and {WIDTHS[1]} rotated"
+    return "" if (latent, rope) == WIDTHS else f"{why}, got {latent} and {rope}"
 
 
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-# Rows (heads x query tokens) of the largest tile of one work item of the portable kernel.
-MAX_ROWS = 128
+MAX_ROWS = 128  # heads x query tokens of the largest tile of the portable kernel's work items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +37,8 @@ def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadL
 
 
 def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLayout:
-    """The layout of AITER's persistent kernel for a `kind` of `selection.aiter_verdict`: heads are
-    padded to a multiple of 16, and folded to 16 unless in the few that its planner has kernels for
-    (ROCm/aiter, native head counts at v0.1.20)."""
+    """The layout of AITER's persistent kernel for a `kind` of `selection.aiter_verdict`: padded to
+    16 n, and folded to 16 unless its planner (ROCm/aiter v0.1.20) has the count as a native one."""
     padded = -(-heads // 16) * 16
     native = padded == 16 or {
         ("gfx942", "fp8"): padded == 128 or (padded == 64 and max_query_len == 1),

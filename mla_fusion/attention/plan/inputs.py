@@ -11,8 +11,7 @@ from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
-# Of one launch: the grid, positional arguments and keywords.
-Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, positional, keywords
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -151,8 +150,7 @@ class Inputs:
 
 
 def validate(given: Inputs) -> None:
-    """Raise ValueError unless the arguments fit each other. Nothing reads a value from the device:
-    block numbers and lengths are trusted."""
+    """Raise ValueError unless the arguments fit; lengths and block numbers are trusted, unread."""
     q, kv_cache, table, out = given.q, given.kv_cache, given.block_table, given.out
     plan, settings, step = given.plan, given.plan.settings, given.plan.step
     if step is None:

@@ -1,8 +1,7 @@
 """The portable planner, as its specification: who decodes what, in NumPy.
 
-`planner_triton.py` computes the same on the device, element by element. The three numbered rules
-are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
-`get_mla_metadata_v1`).
+`planner_triton.py` computes the same on the device, element by element. The numbered rules are
+those published of AITER's fast planner for page size 1 (ROCm/aiter, `get_mla_metadata_v1`).
 
 KV is counted in blocks of `granularity` tokens; a work item costs its blocks and `overhead` more.
 The budget of a CTA is at most its share of the total cost, rounded up, and one more `overhead`, by
@@ -100,7 +99,6 @@ def fill_arrays(
     items = _pack_tightly(tiles, rules, rules.busy_ctas(len(seq_lens)), longest, max_query_len)
     cta, tile, begin, end, is_last = np.array(items, np.int64).reshape(-1, 5).T
     ends = is_last > 0
-
     sequence, block = np.divmod(tile, rules.fold)
     token, first = plan.qo_indptr[sequence], plan.kv_indptr[sequence]
     rows = plan.qo_indptr[sequence + 1] - token
@@ -122,8 +120,7 @@ def fill_arrays(
     plan.reduce_final_map[tile[is_split]] = np.stack((query, query + rows), 1)[is_split]
 
 
-# CTA, tile, the blocks of the tile from and to, and whether they are its last.
-_Item = tuple[int, int, int, int, bool]
+_Item = tuple[int, int, int, int, bool]  # CTA, tile, its blocks from and to, whether its last
 
 
 class _Tile(NamedTuple):
