@@ -35,9 +35,7 @@ TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 
 class Rope(StrEnum):
     """How the unfused graph rotates: a batch that is not decode-only is rotated the same way.
-
-    `NATIVE` rounds the cosines and sines to the activation type; others use them as stored.
-    """
+    `NATIVE` rounds the cosines and sines to the activation type; others use them as stored."""
 
     NONE = "none"
     NATIVE = "native"
@@ -49,11 +47,8 @@ class Rope(StrEnum):
 
 
 class Quantization(StrEnum):
-    """How the unfused graph quantizes the attention's output: other batches do it the same way.
-
-    Values are ops of vLLM, one of them with an argument that is true, but for `TENSOR_NATIVE`, the
-    aten ops of its `QuantFP8`.
-    """
+    """How the unfused graph, and a batch that is not decode-only, quantizes the attention's output:
+    by an op of vLLM, one with an argument that is true, or by the aten ops of its `QuantFP8`."""
 
     GROUP = "_C.per_token_group_fp8_quant"
     GROUP_UE8M0 = "_C.per_token_group_fp8_quant, scale_ue8m0"
@@ -69,10 +64,7 @@ class Quantization(StrEnum):
 @dataclass(frozen=True)
 class Variant:
     """What tells one fused op from another, so that a kernel can be compiled before it is needed.
-
-    Types are names in torch: `table_dtype` that of the cosines, `factor_dtype` that of the query's
-    factors; each is empty where there are none.
-    """
+    Types are names in torch; those of cosines and of query factors are empty where none are."""
 
     is_neox: bool
     rope_dim: int
@@ -117,15 +109,10 @@ _registered: tuple[str, torch.library.Library] | None = None  # kept: its ops go
 
 
 def register(layer_name_type: str, bodies: Mapping[str, Callable[..., Any]]) -> None:
-    """Define the ops. Calling it again with the same type does nothing.
+    """Define the ops, once: RuntimeError if they exist with the other type of `layer_name`.
 
-    Args:
-        layer_name_type: "str", or the name of an opaque class of torch.
-        bodies: by op name; torch passes the arguments by position, in the order of the schema.
-
-    Raises:
-        RuntimeError: the ops exist with the other type.
-    """
+    layer_name_type: "str", or the name of an opaque class of torch.
+    bodies: by op name; torch passes the arguments by position, in the order of the schema."""
     global _registered
     if _registered is not None:
         if _registered[0] == layer_name_type:

@@ -68,7 +68,6 @@ def persistent_mla_decode(given: Inputs) -> None:
         else:
             partial_output[partial : partial + count] = output
             partial_lse[partial : partial + count] = logsumexp
-
     merge(given, partial_output, partial_lse)
     if given.epilogue is not None:
         finish(given.out, given.epilogue)
@@ -141,9 +140,7 @@ def sparse_mla_decode(
     q_scale: torch.Tensor | None = None, kv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) in fp32 as `sparse.sparse_mla_decode`, without a plan, keys not rounded.
-
-    lengths: as `SparseScratch.refresh` takes them. latent, kv_dtype: of the scratch.
-    """
+    lengths: as `SparseScratch.refresh` takes them. latent, kv_dtype: of the scratch."""
     out = q.new_zeros((*q.shape[:2], latent), dtype=torch.float32)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     query = dequantize(q, q_scale)

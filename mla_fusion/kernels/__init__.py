@@ -25,9 +25,8 @@ def get_provider(name: str) -> Any:
     A provider module has `require() -> None`, which raises `ProviderUnavailable`;
     `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which need not validate;
     `unsupported(nope, rope, latent) -> str`, why it does not serve such widths, or an empty string;
-    and, if a first call compiles or builds something, `warmup` with the signature of
-    `triton.warmup`. Nothing falls back: who asked for a kernel gets that kernel or an error.
-    """
+    and, if a first call compiles or builds something, `warmup` as `triton.warmup`. Nothing falls
+    back: who asked for a kernel gets that kernel or an error."""
     return load(__name__, PROVIDERS, name)
 
 
@@ -42,10 +41,8 @@ def load(package: str, providers: tuple[str, ...], name: str) -> Any:
 
 
 def unsupported(provider: str, nope: int, rope: int, latent: int) -> str:
-    """Why `provider` does not serve a layer with these P, R and L; empty if it does.
-
-    Asked without what the provider needs: its module imports that when it is called.
-    """
+    """Why `provider` does not serve a layer with these P, R and L; empty if it does. Asked without
+    what the provider needs, which its module imports when it is called."""
     module = importlib.import_module(f"mla_fusion.kernels.{provider}")
     return str(module.unsupported(nope, rope, latent))
 
@@ -91,17 +88,14 @@ def fused_mla_decode_prep(
             rank keeps has slot -1 too: it writes no cache here, and its query is needed.
         provider: one of `PROVIDERS`.
 
-    Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is
-    computed in fp32 from the stored cosines and sines; fp8 targets multiply by 1 / scale in
-    fp32, clamp to the largest finite value (NaN stays NaN) and round to nearest even; every
-    other target is rounded to nearest even once. With a factor the rotated part is first rounded
-    to the activation type; then each part is multiplied in fp32 and rounded to the activation
-    type, before the product and before fp8.
+    Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is in fp32
+    from the stored cosines and sines; fp8 targets multiply by 1 / scale in fp32, clamp to the
+    largest finite value (NaN stays NaN) and round to nearest even; every other target is rounded to
+    nearest even once. With a factor the rotated part is first rounded to the activation type; then
+    each part is multiplied in fp32 and rounded to it, before the product and before fp8.
 
-    Raises:
-        ProviderUnavailable: the provider cannot run here.
-        ValueError: an argument breaks the table above.
-    """
+    Raises ProviderUnavailable where the provider cannot run, ValueError for an argument that is not
+    as above."""
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,

@@ -43,25 +43,19 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W_UK as vLLM keeps it for AITER's Triton products, whose activations are bf16.
-
-    kind: "fp4" (weight [H, L, P / 2], a scale for each group of 32) or "fp8" (weight [H, L, P],
-    one scale for all of it).
-    """
+    """W_UK as vLLM keeps it for AITER's Triton products, whose activations are bf16. kind: "fp4"
+    (weight [H, L, P / 2], a scale for each group of 32) or "fp8" ([H, L, P], one for all)."""
 
     kind: str
     weight: torch.Tensor
     scale: torch.Tensor
+    dtype = torch.bfloat16  # of the activations
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(H, P, L), as that of a plain W_UK."""
         heads, latent, packed = self.weight.shape
         return heads, 2 * packed if self.kind == "fp4" else packed, latent
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
 
     @property
     def device(self) -> torch.device:
@@ -100,12 +94,8 @@ def require() -> None:
 
 def unsupported(nope: int, rope: int, latent: int) -> str:
     """Why AITER's op does not take a layer of these widths; empty if it does."""
-    if rope % 2 or latent % 8:
-        return (
-            "AITER takes an even qk_rope_head_dim and a kv_lora_rank that is a multiple of 8, not "
-            f"{rope} and {latent}"
-        )
-    return ""
+    wanted = "an even qk_rope_head_dim and a kv_lora_rank that is a multiple of 8"
+    return f"AITER takes {wanted}, not {rope} and {latent}" if rope % 2 or latent % 8 else ""
 
 
 def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
@@ -192,10 +182,8 @@ def _absorb(q: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 class Halves(NamedTuple):
-    """Cosines and sines [max_position, R / 2], dense, in the type of the query.
-
-    source: what they were made of, kept so that no other table gets its address; None without RoPE.
-    """
+    """Cosines and sines [max_position, R / 2], dense, in the type of the query. source: what they
+    were made of, kept so that no other table gets its address; None without RoPE."""
 
     source: torch.Tensor | None
     cos: torch.Tensor
@@ -227,12 +215,9 @@ def halves(inputs: Inputs) -> Halves:
 def warmup(
     batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None]
 ) -> None:
-    """Call AITER as batches of 1 to `max_tokens` tokens do, with padded rows.
-
-    AITER builds the module of an op when it is first called, which takes minutes, and Triton
-    compiles the packed products for some sizes. AITER may end the process: the last line of
-    `progress` then names the call.
-    """
+    """Call AITER as batches of 1 to `max_tokens` tokens do, with padded rows: the first call of an
+    op builds its module, in minutes, and Triton compiles packed products for some sizes. AITER may
+    end the process: the last line of `progress` then names the call."""
     for tokens in sorted({min(2**n, max_tokens) for n in range(max_tokens.bit_length() + 1)}):
         inputs = batch(tokens)
         q, w_uk_t, cache = inputs.q, inputs.w_uk_t, inputs.kv_cache.dtype

@@ -24,20 +24,15 @@ def rotate(
 
 
 def scale(q: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`q` [T, H, n] times `factor` [T], in the type of q: computed in fp32 and rounded once.
-
-    The result is dense, or `out`, which may be q.
-    """
+    """`q` [T, H, n] times `factor` [T], in the type of q: computed in fp32 and rounded once. The
+    result is dense, or `out`, which may be q."""
     out = q.new_empty(q.shape) if out is None else out
     return torch.mul(q, factor[:, None, None], out=out)
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
-    """`q_nope` [T, H, P] times `w_uk_t` [H, P, L], as dense [T, H, L] in the activation type.
-
-    torch.bmm accumulates 16-bit operands in fp32 and rounds once. vLLM calls it too, so both agree
-    bit for bit on a CPU.
-    """
+    """`q_nope` [T, H, P] times `w_uk_t` [H, P, L], as dense [T, H, L] in the activation type:
+    torch.bmm sums 16-bit operands in fp32 and rounds once. On a CPU vLLM's has the same bits."""
     tokens, heads, _ = q_nope.shape
     out = q_nope.new_empty((tokens, heads, w_uk_t.shape[-1]))
     torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=out.transpose(0, 1))

@@ -9,11 +9,9 @@ def capturing() -> bool:
 
 
 def refuse_during_capture(what: str) -> None:
-    """Raise RuntimeError if the current stream is being captured.
-
-    Call it before computing something that is kept. A captured computation belongs to its graph:
-    until the first replay, every other reader of the result would read uninitialized memory.
-    """
+    """Raise RuntimeError if the current stream is being captured; call it before computing what is
+    kept. A captured computation is its graph's: until the first replay, other readers of the
+    result would read uninitialized memory."""
     if capturing():
         raise RuntimeError(
             f"mla_fusion has to compute {what} once, and was first asked to during CUDA graph "

@@ -2,8 +2,7 @@
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
 be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
-`fit` shrinks tiles that are too deep. Nothing is tried out at run time: a graph and its warm-up
-agree.
+`fit` shrinks tiles that are too deep. Nothing is tried out at run time: graph and warm-up agree.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ class Widths(NamedTuple):
 class Plan:
     """One configuration of `triton_kernels.prep_kernel`.
 
-    block_m, block_n: tokens and latents of a product tile; block_m 1 sums products instead of
-        using matrix instructions.
+    block_m, block_n: tokens and latents of a product tile; with block_m 1 no matrix instructions.
     m_tiles: token tiles of one product program, which loads its tile of W_UK once.
     rope_rows, cache_tokens: rows of [tokens * heads] and tokens of one rest program.
-    rest_last: the rest programs come after the product programs in the grid.
-    """
+    rest_last: the rest programs come after the product programs in the grid."""
 
     block_m: int = 16
     block_n: int = 64
@@ -54,11 +51,8 @@ class Plan:
 
 
 class Measured(NamedTuple):
-    """The plans measured on one device.
-
-    arch: its architecture, as "sm_90" or "gfx942".
-    rows: by whether the query is fp8, widths and number of heads: (most tokens, plan), ascending.
-    """
+    """The plans measured on one device, of architecture `arch` ("sm_90", "gfx942"): by whether the
+    query is fp8, by widths and by number of heads, rows of (most tokens, plan), ascending."""
 
     arch: str
     rows: dict[bool, dict[Widths, dict[int, list[tuple[int, Plan]]]]]
@@ -92,9 +86,7 @@ def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
     """The plan for gfx942 or gfx950, by the static roofline (`tools/amd_roofline.py`).
 
     128 latents of 128 columns fill half of the LDS of gfx942, and leave a SIMD two waves; one round
-    of smaller tiles also has a shorter tail. gfx950 has the LDS, and enough of the larger ones from
-    65 tokens on.
-    """
+    of smaller tiles has a shorter tail too. gfx950 has the LDS, and from 65 tokens enough tiles."""
     plan = default_plan(tokens, heads, latent)
     if plan.block_n < 128 or (arch == "gfx950" and tokens > 64):
         return plan
@@ -104,8 +96,7 @@ def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
 def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     """`plan` with smaller tiles where there are more than 128 elements of 16 bits to sum, or more
     than 64 rotated ones: by the excess factor, so that the operands fit the same shared memory
-    (LDS), and a rotation the same registers. depth, rotated: P and R, padded to powers of two.
-    """
+    (LDS), and a rotation the same registers. depth, rotated: P and R, padded to powers of two."""
     if rotated > 64:
         plan = dataclasses.replace(plan, rope_rows=max(1, plan.rope_rows * 64 // rotated))
     factor = max(1, depth * itemsize // 256)
@@ -132,11 +123,8 @@ def device_table(device: torch.device) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None) -> Plan:
-    """The plan for a batch of `tokens` and `heads`; `table` is what `device_table` gives.
-
-    Widths and, in them, a head count that were not measured use the nearest measured ones by
-    ratio; more tokens than were measured use the last row.
-    """
+    """The plan for a batch of `tokens` and `heads`; `table` is what `device_table` gives. Widths
+    and, in them, heads use the nearest measured ones by ratio; more tokens the last row."""
     if table is None:
         return default_plan(tokens, heads, widths.latent)
     if table in CDNA:

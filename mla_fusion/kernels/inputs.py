@@ -12,8 +12,7 @@ class Inputs(NamedTuple):
 
     derived: an engine's `mla_fusion.runtime.tables`, where a provider keeps what it makes of the
     cosines and sines, each with a `refresh()`; without it each call makes them.
-    A NamedTuple: every layer of a step makes one, and a frozen dataclass takes four times as long.
-    """
+    A NamedTuple: each layer of a step makes one, and a frozen dataclass takes 4 times as long."""
 
     q: torch.Tensor
     w_uk_t: Any  # a tensor; provider `aiter` also takes its PackedWeight
@@ -37,11 +36,8 @@ def padded_batch(
     k_scale: torch.Tensor, q_scale: torch.Tensor, rope_dim: int, is_neox: bool,
     q_dtype: torch.dtype, factor_dtype: torch.dtype | None = None, context_parallel: bool = False,
 ) -> Inputs:  # fmt: skip
-    """A batch of `tokens` padded rows for one layer: it writes nothing into the layer's cache.
-
-    rope_dim is R, q_dtype the type of q_out, factor_dtype that of q_factor, if the layer has one;
-    the activations are dense zeros.
-    """
+    """A batch of `tokens` padded rows for one layer, dense zeros that write nothing into its cache.
+    rope_dim: R; q_dtype: of q_out; factor_dtype: of q_factor, if the layer has one."""
     heads, nope, latent = w_uk_t.shape
     slots = torch.full((tokens,), -1, device=w_uk_t.device)
     factor = None if factor_dtype is None else slots.new_ones(tokens, dtype=factor_dtype)

@@ -39,8 +39,7 @@ def rotate(
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
-    """The product of `q_nope` [T, H, P] and `w_uk_t` [H, P, L] for each head, as [T, H, L]:
-    accumulated in fp32 and rounded once to the activation type."""
+    """`q_nope` [T, H, P] times `w_uk_t` [H, P, L], as [T, H, L]: summed in fp32, rounded once."""
     return torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
 
 

@@ -37,8 +37,7 @@ def require() -> None:
 
 def _limit(tensor: torch.Tensor) -> float:
     """Largest finite value of an fp8 tensor's type, 0 for every other type. Negative on NVIDIA,
-    whose conversion saturates (cvt.rn.satfinite): a clamp costs large batches 4 % of their time.
-    """
+    whose conversion saturates (cvt.rn.satfinite): a clamp costs large batches 4 % of their time."""
     if tensor.dtype not in FP8_DTYPES:
         return 0.0
     limit = torch.finfo(tensor.dtype).max
@@ -64,8 +63,7 @@ def no_fp8(device: torch.device | str) -> str:
 
 
 def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
-    """Raise ValueError where a tensor of these types, by name, is of fp8 that kernels for a device
-    do not have."""
+    """Raise ValueError if one of these types, by tensor, is an fp8 that a device does not have."""
     for name, dtype in dtypes.items():
         if dtype in FP8_DTYPES and (why := no_fp8(device)):
             raise ValueError(f"provider 'triton': {name} is {dtype}, but {why}; use bf16")
@@ -74,16 +72,14 @@ def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:
-    """Options of a launch, PDL among them: where the device can, a kernel is launched before the
-    one in front has ended (programmatic dependent launch)."""
+    """Options of a launch; with PDL (programmatic dependent launch) before the one ahead ends."""
     return {"PDL": True, "launch_pdl": True} if _capability(device) >= (9, 0) else {"PDL": False}
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
     """Whether product tiles are stored straight from registers (see `triton_kernels.py`): of the
     types that were measured. A warp has 16 tokens of a tile, and must have a multiple of 64
-    latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once.
-    """
+    latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once."""
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()
     return (
@@ -110,8 +106,7 @@ class Form:
 
     ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
     0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
-    DIRECT: see `triton_kernels.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two.
-    """
+    DIRECT: see `triton_kernels.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two."""
 
     P: int
     R: int
@@ -184,8 +179,7 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
     w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
-    # Row strides of one token have no meaning. Fixed, they select the aligned variant, which the
-    # warm-up compiled.
+    # Row strides of one token mean nothing: fixed, they select the variant of the warm-up.
     strides = [x.stride(0) if tokens > 1 else 0 for x in (q, kv_c, k_pe)]
     align = 16 // q.element_size()
     align = 1 if any(stride % align for stride in strides) else align
@@ -217,20 +211,16 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[
 def warmup(
     batch: Callable[[int], Inputs], max_tokens: int, progress: Callable[[str], None]
 ) -> None:
-    """Compile every configuration that batches of 1 to `max_tokens` tokens can use.
+    """Compile every configuration that batches of 1 to `max_tokens` tokens can use: once per layer
+    shape, before the first request and before graph capture. A padded batch is dense: where the
+    rows of a real one do not begin at multiples of 16 bytes (k_pe cut out of a projection of odd
+    width, say), the first such batch compiles a variant of its own. Run one before capture.
 
-    Call it once per layer shape, before the first request and before graph capture. The activations
-    of a padded batch are dense: where the rows of a real one do not begin at multiples of 16 bytes
-    (k_pe cut out of a projection of odd width, say), the first such batch compiles a variant of its
-    own. Run one before capture.
-
-    batch: `mla_fusion.kernels.inputs.padded_batch` for a layer. progress: called with a line each.
-    """
+    batch: `kernels.inputs.padded_batch` for a layer. progress: called with a line each."""
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device
     layer = heads, one.q_out.dtype in FP8_DTYPES, widths_of(one), dispatch.device_table(device)
-    # Each plan that such batches use, with a number of tokens that uses it.
-    plans: dict[Plan, int] = {}
+    plans: dict[Plan, int] = {}  # and the fewest tokens that use it
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(dispatch.choose(tokens, *layer), tokens)
     for done, (plan, tokens) in enumerate(plans.items(), start=1):

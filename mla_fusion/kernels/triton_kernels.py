@@ -8,8 +8,7 @@ One launch holds two kinds of programs, which run side by side:
     rest      `triton_rows.py`: RoPE of k_pe and the cache rows of a few tokens, or RoPE of q_pe
               for a few rows of the flattened [tokens * heads]
 
-Offsets into q, w_uk_t and q_out fit 32 bits (the provider checks that); offsets into the cache
-are 64-bit.
+Offsets into q, w_uk_t and q_out fit 32 bits (the provider checks that), those into the cache 64.
 
 DIRECT: large tiles of an fp8 query are stored straight from the registers of WGMMA, which leaves a
 warp with 16 tokens, and a lane with two neighbours of every 8 columns of the tokens lane / 4 and
@@ -38,8 +37,7 @@ from mla_fusion.kernels.triton_rows import Given, cast, factors_of, inverse_of, 
 def _product_cast(y, given, inverse, LIMIT: tl.constexpr, DIRECT: tl.constexpr):
     """fp32 sums `y` rounded to the activation type and then cast to that of the query."""
     if DIRECT and LIMIT < 0:
-        # To bf16 and back, two elements by one instruction of NVIDIA's; as below it is a slow
-        # instruction for each.
+        # To bf16 and back, two elements at once: as below it is a slow instruction for each.
         y = tl.inline_asm_elementwise(
             """{
             .reg .b32 pair;
@@ -98,11 +96,9 @@ def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
 
     The order of the rows is the one that Triton spreads over the program: 8 for a warp, then the
     next warps (16 tokens further, then in the columns beside), then the next rows of the same warp
-    (64 columns further, then 8 tokens). So the layout changes without moving data.
-    """
+    (64 columns further, then 8 tokens). So the layout changes without moving data."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     BLOCK_N: tl.constexpr = form.plan.block_n
-    WIDTH: tl.constexpr = form.L + form.R
     SIDES: tl.constexpr = 16 * form.plan.num_warps // BLOCK_M
     BLOCKS: tl.constexpr = BLOCK_N // SIDES // 64
     ROWS: tl.constexpr = BLOCK_M * BLOCK_N // 64
@@ -115,8 +111,8 @@ def _direct_store(y, slot, out_ptrs, m, n_start, heads, form: tl.constexpr):
     block = part // (BLOCK_M // 2 * SIDES) % BLOCKS
     column = n_start + side * (BLOCK_N // SIDES) + block * 64 + tl.arange(0, 64)[None, :]
     stored = tl.broadcast_to(slot >= 0, (2, BLOCK_N // 64, BLOCK_M // 2))
-    stored = tl.reshape(stored, (ROWS, 1))
-    tl.store(out_ptrs + (m + row) * heads * WIDTH + column, y, mask=stored & (column < form.L))
+    out = out_ptrs + (m + row) * heads * (form.L + form.R) + column
+    tl.store(out, y, mask=tl.reshape(stored, (ROWS, 1)) & (column < form.L))
 
 
 @triton.jit
@@ -125,11 +121,9 @@ def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
 
     A store of the shape of the q or W tile would make Triton load that tile with the store's 16
     elements per thread, which for 16-bit operands halves the use of every memory transaction: such
-    a tile is stored as [2 BLOCK_M, BLOCK_N / 2].
-    """
+    a tile is stored as [2 BLOCK_M, BLOCK_N / 2]."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     BLOCK_N: tl.constexpr = form.plan.block_n
-    WIDTH: tl.constexpr = form.L + form.R
     FOLD: tl.constexpr = 2 if BLOCK_N == form.P_PAD or BLOCK_M == form.P_PAD else 1
     y = tl.reshape(y, (FOLD * BLOCK_M, BLOCK_N // FOLD))
     part = tl.arange(0, FOLD * BLOCK_M)[:, None]
@@ -137,7 +131,7 @@ def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
     slot = query_slots(given, row, form.ALL_ROWS)
     column = tl.arange(0, BLOCK_N // FOLD)[None, :]
     column += n_start + (part % FOLD) * (BLOCK_N // FOLD)
-    out = out_ptrs + row * given.heads * WIDTH + column
+    out = out_ptrs + row * given.heads * (form.L + form.R) + column
     tl.store(out, y, mask=(slot >= 0) & (column < form.L))
 
 
@@ -146,8 +140,7 @@ def _sum_rows(
     w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form: tl.constexpr, Q_LIMIT: tl.constexpr
 ):  # fmt: skip
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
-    M_TILES: tl.constexpr = form.plan.m_tiles
-    for i in tl.static_range(M_TILES):
+    for i in tl.static_range(form.plan.m_tiles):
         token = m_start + i
         wanted = (token < given.tokens) & (k < form.P)
         q = tl.load(q_ptrs + token * given.q_row + k, mask=wanted, other=0.0)
@@ -195,11 +188,8 @@ def _walk_tiles(
 
 @triton.jit
 def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.constexpr):
-    """q_nope @ W_UK of one head, for M_TILES * BLOCK_M tokens and BLOCK_N latents.
-
-    `work` says which: latents of a group of tokens follow each other, then groups, then heads. Rows
-    without a slot are not stored.
-    """
+    """q_nope @ W_UK of a head, for M_TILES * BLOCK_M tokens and BLOCK_N latents. `work` says which:
+    latents of a group of tokens in a row, then groups, then heads. Padded rows are not stored."""
     BLOCK_N: tl.constexpr = form.plan.block_n
     GROUP: tl.constexpr = form.plan.block_m * form.plan.m_tiles
     n_tiles: tl.constexpr = (form.L + BLOCK_N - 1) // BLOCK_N
@@ -230,22 +220,16 @@ def prep_kernel(
     K_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`; FORM is a
-    `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values.
-
-    `factor_ptr` is None for a query without a factor: the machine code then has no trace of it.
-
-    Q_LIMIT and K_LIMIT are the largest finite fp8 values, 0 for a target that is not fp8, and
-    negative where conversions saturate by themselves. PDL: the launch has the
-    programmatic-dependent-launch attribute.
-    """
+    `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values. `factor_ptr` is None for
+    a query without a factor: the machine code then has no trace of it. Q_LIMIT and K_LIMIT are of
+    `triton._limit`. PDL: the launch has the programmatic-dependent-launch attribute."""
     # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
     # tl.multiple_of has no effect on an argument.
     q_row = q_row * FORM.ALIGN
     kv_c_row = kv_c_row * FORM.ALIGN
     k_pe_row = k_pe_row * FORM.ALIGN
     if PDL:
-        # The next kernel may start loading its weights; it waits for this grid before it reads
-        # or writes anything else.
+        # The next kernel may load its weights; before anything else it waits for this grid.
         tl.extra.cuda.gdc_launch_dependents()
     given = Given(
         q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,

@@ -1,5 +1,4 @@
-"""The programs beside the product: RoPE of the query's rotated part, and the cache rows; and what
-both share: the arguments of a launch, types, scales, slots and factors.
+"""The programs beside the product, for rotated query rows and cache rows, and what both share.
 
 A program works on a tile of rows: the loads of slot, position and angles depend on each other, and
 such a chain for each row would take most of the time of a large batch.
@@ -31,10 +30,8 @@ def inverse_of(scale_ptr, LIMIT: tl.constexpr):
 
 @triton.jit
 def cast(x, inverse, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
-    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even.
-
-    A negative LIMIT says that the conversion of this device clamps by itself.
-    """
+    """fp32 `x` in DTYPE: scaled, clamped (NaN stays NaN) and rounded to nearest even. A negative
+    LIMIT says that the conversion of this device clamps by itself."""
     if LIMIT != 0:
         x = x * inverse
     if LIMIT > 0:
@@ -75,11 +72,8 @@ def _rope_rows(
     src, dst, rows, cos_sin, valid, inverse, factor, form: tl.constexpr, LIMIT: tl.constexpr,
     SCALED: tl.constexpr, ZERO_INVALID: tl.constexpr,
 ):  # fmt: skip
-    """RoPE of rows of R elements; `src`, `dst` and `cos_sin` are [ROWS, 1] pointers to them.
-
-    `factor` scales the rotated rows if SCALED. `rows` masks rows out. Rows that are not `valid`
-    become zeros (ZERO_INVALID) or are not stored.
-    """
+    """RoPE of rows of R elements, to which `src`, `dst` and `cos_sin` are [ROWS, 1] pointers, times
+    `factor` if SCALED; `rows` masks them, those not `valid` become zeros if ZERO_INVALID."""
     DTYPE: tl.constexpr = dst.dtype.element_ty
     ACT: tl.constexpr = src.dtype.element_ty
     R: tl.constexpr = form.R
@@ -130,8 +124,6 @@ def _angles(given, token, slot, ROPE: tl.constexpr):
 def cache_rows(given, unit, form: tl.constexpr, K_LIMIT: tl.constexpr):
     """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
     CACHE_TOKENS: tl.constexpr = form.plan.cache_tokens
-    BLOCK_SIZE: tl.constexpr = form.BLOCK_SIZE
-    L: tl.constexpr = form.L
     token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
     inside = token < given.tokens
     slot = tl.load(given.slot + token, mask=inside, other=-1)
@@ -139,27 +131,23 @@ def cache_rows(given, unit, form: tl.constexpr, K_LIMIT: tl.constexpr):
     valid = slot >= 0
     inverse = inverse_of(given.k_scale, K_LIMIT)
     cols = tl.arange(0, form.L_PAD)[None, :]
-    wanted = inside & (cols < L)
+    wanted = inside & (cols < form.L)
     latent = tl.load(given.kv_c + token * given.kv_c_row + cols, mask=wanted, other=0.0)
     slot = tl.where(valid, slot, 0)
-    row = slot // BLOCK_SIZE * given.cache_block + slot % BLOCK_SIZE * given.cache_entry
+    row = slot // form.BLOCK_SIZE * given.cache_block + slot % form.BLOCK_SIZE * given.cache_entry
     latent = cast(latent.to(tl.float32), inverse, given.cache.dtype.element_ty, K_LIMIT)
-    tl.store(given.cache + row + cols, latent, mask=valid & (cols < L))
+    tl.store(given.cache + row + cols, latent, mask=valid & (cols < form.L))
     _rope_rows(
-        given.k_pe + token * given.k_pe_row, given.cache + row + L, inside, angles, valid, inverse,
-        1.0, form, K_LIMIT, False, False,
+        given.k_pe + token * given.k_pe_row, given.cache + row + form.L, inside, angles, valid,
+        inverse, 1.0, form, K_LIMIT, False, False,
     )  # fmt: skip
 
 
 @triton.jit
 def rotated_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]. Returns their numbers, which are inside
-    of the batch, their slots, and 1 / scale.
-
-    ONE_TOKEN: all rows belong to one token, whose slot, position and angles are loaded once.
-    """
+    of the batch, their slots, and 1 / scale. ONE_TOKEN: a token's are loaded once for all."""
     ROPE_ROWS: tl.constexpr = form.plan.rope_rows
-    WIDTH: tl.constexpr = form.L + form.R
     row = unit * ROPE_ROWS + tl.arange(0, ROPE_ROWS)[:, None]
     TOKENS: tl.constexpr = 1 if form.ONE_TOKEN else ROPE_ROWS
     token = (unit * ROPE_ROWS + tl.arange(0, TOKENS)[:, None]) // given.heads
@@ -169,7 +157,7 @@ def rotated_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     inverse = inverse_of(given.q_scale, Q_LIMIT)
     q = given.q + token * given.q_row + (row % given.heads) * given.q_head + form.P
     _rope_rows(
-        q, given.out + row * WIDTH + form.L, inside, angles, slot >= 0, inverse,
+        q, given.out + row * (form.L + form.R) + form.L, inside, angles, slot >= 0, inverse,
         factors_of(given, token), form, Q_LIMIT, given.factor is not None, True,
     )  # fmt: skip
     return row, inside, slot, inverse
@@ -181,8 +169,7 @@ def query_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     row, inside, slot, _ = rotated_rows(given, unit, form, Q_LIMIT)
     cols = tl.arange(0, form.L_PAD)[None, :]
     out = given.out + row * (form.L + form.R) + cols
-    # The product does not store padded rows: a mask on its stores is cheaper than a select for
-    # each element.
+    # Not stored by the product: a mask on its stores is cheaper than a select for each element.
     padded = inside & (slot < 0)
     if tl.max(tl.reshape(padded.to(tl.int32), (padded.shape[0],)), axis=0) > 0:
         zero = tl.zeros(out.shape, tl.float32).to(given.out.dtype.element_ty)

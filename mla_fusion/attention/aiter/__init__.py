@@ -21,16 +21,13 @@ LATENT, ENTRY = selection.LATENT, sum(selection.WIDTHS)
 
 
 def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
-    """Numbers of sequences that load, together, all that AITER launches for steps of `plan`."""
+    """Any batch loads all that AITER launches."""
     return [1]
 
 
 def persistent_mla_decode(given: Inputs) -> None:
-    """See `mla_fusion.attention.persistent_mla_decode`.
-
-    Raises:
-        ValueError: an argument that AITER would reject, by aborting, or silently misread.
-    """
+    """See `mla_fusion.attention.persistent_mla_decode`; ValueError for what AITER would reject, by
+    aborting, or silently misread."""
     q, kv_cache, plan, lse = given.q, given.kv_cache, given.plan, given.lse
     step, layout, companions, settings = plan.step, plan.layout, plan.aiter, plan.settings
     assert step is not None and companions is not None  # validated
@@ -81,14 +78,10 @@ def persistent_mla_decode(given: Inputs) -> None:
 def _entries(
     plan: PlanBuffers, companions: Companions, block_table: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """The entry, int32, of token t of the concatenation of all sequences of the step, for each t:
-    AITER's pages hold one token. Written once a refresh for all layers, from the block table and
-    the page size of the first.
-
-    The caller's list if there is one; with max_kv_len a buffer of the plan, which keeps its
-    address. A graph that did not record the refresh writes its own at every decode: a refresh
-    between its replays is not seen.
-    """
+    """The entry, int32, of each token of the concatenation of all sequences of the step, as AITER's
+    pages hold one: the caller's list if there is one, else written once a refresh for all layers,
+    by the first's block table and page size, with max_kv_len in a buffer of the plan. A graph that
+    did not record the refresh writes its own at every decode: it would see no other one."""
     # Imported here: AITER's shapes are asked for where Triton is not.
     from mla_fusion.attention.aiter.entries_kernel import launch
 
@@ -122,8 +115,7 @@ def _store(
 ) -> None:
     """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence. It leaves
     garbage in a row that sees no key, which becomes `nothing`, and in the rows after the last
-    sequence, where `target` keeps its values.
-    """
+    sequence, where `target` keeps its values."""
     real = slice(min(len(target), len(companions.target)))
     shape = (-1, *(1,) * (target.dim() - 1))
     if rows > 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,8 +29,7 @@ def launch(
     found: torch.Tensor, kv_indptr: torch.Tensor, block_table: torch.Tensor, page_size: int
 ) -> None:
     """Write `found` for sequences whose tokens begin at `kv_indptr` [B + 1]; nothing waits."""
-    kernel: Any = expand_kernel
-    kernel[(len(block_table), CTAS)](
+    expand_kernel[(len(block_table), CTAS)](
         found, kv_indptr, block_table, block_table.stride(0), len(found),
         PAGE=page_size, BLOCK=BLOCK, CTAS=CTAS, num_warps=4,
     )  # fmt: skip

@@ -5,6 +5,7 @@ memory. So Python checks everything first, hands over all six buffers or none, a
 by keyword: releases inserted new ones in the middle. No AMD hardware has run it.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -38,12 +39,8 @@ def require(settings: Settings) -> None:
 
 def cannot_cap(cap: int) -> str:
     """Why this AITER cannot cap the splits of a batch at `cap`; empty if it can, or need not."""
-    if cap < 0 or selection.sizes_with_cap():
-        return ""
-    return (
-        "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
-        "v0.1.16 or newer"
-    )
+    why = "this AITER sizes its buffers without max_split_per_batch: leave it at -1, or install "
+    return "" if cap < 0 or selection.sizes_with_cap() else why + "v0.1.16 or newer"
 
 
 def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> selection.Verdict:
@@ -70,16 +67,13 @@ def allocate(settings: Settings) -> dict[str, Any]:
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in zip(AITER_BUFFERS, shapes, strict=True)
     }
-
-    def zeros(length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(length, dtype=dtype, device=device)
-
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
     rows, kv_len = batch * settings.max_query_len, settings.max_kv_len
     companions = Companions(
         buffers=six, last_page_lens=zeros(batch) + 1,
         counting=torch.arange(batch * longest + 1, dtype=torch.int32, device=device),
         even=zeros(batch + 1), source=zeros(batch * longest), target=zeros(rows),
-        written=zeros(rows, torch.bool), blind=zeros(rows, torch.bool),
+        written=zeros(rows, dtype=torch.bool), blind=zeros(rows, dtype=torch.bool),
         entries=None if kv_len is None else zeros(batch * kv_len),
     )  # fmt: skip
     return {**buffers.common_buffers(settings, layout, portable=False), **six, "aiter": companions}
@@ -122,7 +116,6 @@ def _place_rows(plan: PlanBuffers, companions: Companions, rows: int) -> None:
     """Write where the query rows go, of which AITER has `rows` of each sequence."""
     qo_indptr, kv_indptr, most = plan.qo_indptr, plan.kv_indptr, len(companions.last_page_lens)
     torch.mul(companions.counting[: most + 1], rows, out=companions.even)
-
     row = companions.counting[: len(companions.target)]
     sequence = torch.searchsorted(qo_indptr[1:], row, right=True)
     sequence.clamp_(max=most - 1)

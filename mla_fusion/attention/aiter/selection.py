@@ -20,9 +20,8 @@ LATENT = 512  # the output of all its kernels is this wide
 WIDTHS = LATENT, 64  # of a cache entry: the latent, and the rotated part behind it
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
-# (architecture, query and cache, heads of a work item) -> query lengths with a kernel, ascending,
-# and those whose kernel also writes the log-sum-exp; for bf16 on gfx950 one kernel takes any number
-# of heads (0).
+# (architecture, query and cache, heads of a work item, 0 for any number) -> query lengths with a
+# kernel, ascending, and those whose kernel also writes the log-sum-exp.
 _QUERY_LENS: dict[tuple[str, str, int], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("gfx942", "bf16", 16): ((1, 2, 3, 4), ()),
     ("gfx942", "bf16 over fp8", 16): ((1, 2, 3, 4), ()),
@@ -38,12 +37,9 @@ _SLOW_BATCH = 32  # padded sequences of a step
 
 
 class Verdict(NamedTuple):
-    """AITER's persistent decode for one shape.
-
-    layout: how its heads are padded and folded. query_len: the rows of a sequence that the kernel
-    is for, as many as there are or the next for which there is one; 0 without a kernel.
-    unsupported: why there is no kernel, or empty.
-    """
+    """AITER's persistent decode for one shape. layout: how its heads are padded and folded.
+    query_len: the rows of a sequence that the kernel is for, as many as there are or the next for
+    which there is one; 0 without a kernel. unsupported: why there is no kernel, or empty."""
 
     layout: HeadLayout
     query_len: int = 0
@@ -98,8 +94,7 @@ def slow_steps(
 ) -> tuple[int, str]:
     """From how many sequences on, padded ones too and up to `most`, another decode is faster over a
     cache of `dtype`, and which steps those are and why; (0, "") if it never is. The table has no
-    step with drafts, but an engine with them may have steps without.
-    """
+    step with drafts, but an engine with them may have steps without."""
     if (arch, dtype) != ("gfx950", torch.bfloat16) or num_heads > 16 or most < _SLOW_BATCH:
         return 0, ""
     drafts = " without drafts" if query_len > 1 else ""
@@ -111,9 +106,8 @@ def slow_steps(
 
 def unsupported_widths(latent: int, rope: int) -> str:
     """Why AITER's persistent decode does not take a cache of these widths; empty if it does."""
-    wanted = f"latents of {LATENT} and {WIDTHS[1]} rotated"
-    taken = (latent, rope) == WIDTHS
-    return "" if taken else f"its kernels are for {wanted}, got {latent} and {rope}"
+    why = f"its kernels are for latents of {LATENT} and {WIDTHS[1]} rotated"
+    return "" if (latent, rope) == WIDTHS else f"{why}, got {latent} and {rope}"
 
 
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
@@ -129,10 +123,8 @@ def require() -> None:
     fused_region.require()
     _, _, names = installed_planner()
     if "kv_last_page_lens" not in names:
-        raise ProviderUnavailable(
-            "this AITER's get_mla_metadata_v1 has no kv_last_page_lens: install v0.1.10.post2 or "
-            "newer"
-        )
+        why = "this AITER's get_mla_metadata_v1 has no kv_last_page_lens"
+        raise ProviderUnavailable(f"{why}: install v0.1.10.post2 or newer")
 
 
 def installed_planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:

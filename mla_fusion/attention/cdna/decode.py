@@ -143,7 +143,6 @@ def read(
 ):  # fmt: skip
     """WIDTH columns from COLUMN on of these tokens, whose `blocks` are known. Tokens that are not
     the item's repeat one that is: their P is zero, and a masked load would be a branch."""
-    ENTRY: gl.constexpr = form.ENTRY
     PAGE: gl.constexpr = form.PAGE
     at = tokens_of(cache, tile, FIRST, COUNT, LAYOUT)
     column = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -155,10 +154,10 @@ def read(
             "v_readfirstlane_b32 $0, $1\ns_nop 4", "=s,v", [blocks], gl.int32, True, 1
         )
         base = cache.pointer + block.to(gl.int64) * cache.block_stride
-        entry = (at - start // PAGE * PAGE).to(gl.int32) * ENTRY
+        entry = (at - start // PAGE * PAGE).to(gl.int32) * form.ENTRY
         return cdna3.buffer_load(base, entry[:, None] + column[None, :])
     else:
-        entry = cache.pointer + blocks.to(gl.int64) * cache.block_stride + at % PAGE * ENTRY
+        entry = cache.pointer + blocks.to(gl.int64) * cache.block_stride + at % PAGE * form.ENTRY
         return gl.load(entry[:, None] + column[None, :])
 
 

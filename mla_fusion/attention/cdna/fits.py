@@ -28,9 +28,7 @@ def rows_and_waves(
     generation: int, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
 ) -> tuple[int, int]:
     """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD to compile for:
-    as many as fit without spills, to hide each other's latency. generation: of CDNA; page: tokens
-    of a block.
-    """
+    as many as fit without spills, to hide each other's latency. page: tokens of a block."""
     few, fp8 = rows <= 16, kv_dtype.itemsize == 1
     if generation == 4 and fp8 and not converts_e4m3fn():
         waves = 1

@@ -6,6 +6,7 @@ Planners write these buffers and executors read them; neither imports the other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ class Rules:
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
         ctas = self.ctas // 2 if batch < self.half_below else self.ctas
-        if self.max_split_per_batch < 0:
-            return ctas
-        return min(ctas, self.max_split_per_batch * batch * self.fold)
+        cap = self.max_split_per_batch * batch * self.fold
+        return ctas if self.max_split_per_batch < 0 else min(ctas, cap)
 
     def max_works(self, max_batch: int) -> int:
         """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
@@ -69,22 +69,17 @@ class Rules:
 class Settings:
     """The arguments of `PersistentDecodePlan.allocate`.
 
-    Attributes:
-        max_batch, max_query_len: most sequences, and query rows of each.
-        num_heads: of this rank.
-        ctas: by default as many as the device has SMs.
-        heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
-        max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
-            block), shared by all of them.
-        max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
-            token at a fixed address; without it the first decode of a step allocates them.
-        kv_granularity: tokens of a block: sequences are cut at multiples of it. AITER's planner
-            takes a power of two.
-        overhead: fixed cost of a work item, in blocks; by default 16.
-        half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
-        v_head_dim: width of the output, kv_lora_rank.
-        planner: "portable", for the kernels of this library, or "aiter", for AITER's.
-    """
+    max_batch, max_query_len: most sequences, and query rows of each.
+    num_heads, v_head_dim: heads of this rank; width of the output, kv_lora_rank.
+    ctas: by default as many as the device has SMs.
+    heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
+    max_split_per_batch: -1, or a shared budget of so many splits for each sequence and head block.
+    max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
+        token at a fixed address; without it the first decode of a step allocates them.
+    kv_granularity: tokens of a block, at whose multiples sequences are cut; AITER: a power of two.
+    overhead: fixed cost of a work item, in blocks; by default 16.
+    half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
+    planner: "portable", for the kernels of this library, or "aiter", for AITER's."""
 
     max_batch: int
     max_query_len: int
@@ -152,8 +147,7 @@ class Companions:
     entries: [max_batch * max_kv_len] int32, the cache entry of each KV token of the plan; None
         without max_kv_len. listed: the same of a step, at an address of the caller's.
     captured: whether a CUDA graph recorded the last refresh.
-    expanded: (key, cache entries) that the decodes of a step share.
-    """
+    expanded: (key, cache entries) that the decodes of a step share."""
 
     buffers: dict[str, torch.Tensor]
     last_page_lens: torch.Tensor
@@ -190,30 +184,25 @@ class PlanBuffers:
     work_info_set: [N, 8] int32, a row for each work item:
         0 batch_idx   tile = sequence * fold + head block
         1 partial row first row in partial_output, -1 if the item is its whole sequence
-        2, 3 qo_start, qo_end   rows of the folded query: those of head block f of sequence b
-                      start at qo_indptr[b] * fold + f * (rows of b); row i among them is the
-                      token qo_indptr[b] + i
-        4, 5 kv_start, kv_end   tokens in the concatenation of all sequences: token
-                      kv_start - kv_indptr[b] of sequence b, and so on
-        6 kv_offset   tokens of this sequence from kv_end to its end
-        7 padding
+        2, 3 qo_start, qo_end   rows of the folded query: those of head block f of sequence b start
+                      at qo_indptr[b] * fold + f * (rows of b); row i is the token qo_indptr[b] + i
+        4, 5 kv_start, kv_end   tokens in the concatenation of all sequences: the first is token
+                      kv_start - kv_indptr[b] of sequence b
+        6 kv_offset   tokens of this sequence from kv_end to its end; 7 is padding
     reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
         none if it was not split; constant after the last sequence.
     reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.
     reduce_partial_map: [P or more] int32, the first partial row of each split; max_query_len apart.
     qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
-    partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: row r of a
-        split and its natural-log LSE, normalized within the split; the LSE is -inf if the row
-        sees no key of the split.
+    partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: a row of a split
+        and its natural-log LSE, normalized within the split; -inf if the row sees no key of it.
     planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device.
 
-    If the plan is AITER's, the last three are empty: its decode has workspaces of its own. fresh:
-    no decode was launched since the last refresh, so the next one may directly follow the kernel
-    that writes the plan. aiter: None if the plan is portable.
+    AITER's plan, with `aiter`, has the last three empty: its decode has workspaces of its own.
+    fresh: no decode was launched since the last refresh: the next may follow the planner's kernel.
 
     The causal rule: row i of n sees a token of its sequence iff n - 1 - i or more follow it, so in
-    a work item token k of the concatenation iff k < kv_end + kv_offset - (n - 1 - i).
-    """
+    a work item token k of the concatenation iff k < kv_end + kv_offset - (n - 1 - i)."""
 
     work_metadata_ptrs: torch.Tensor
     work_indptr: torch.Tensor
@@ -247,10 +236,7 @@ class PlanBuffers:
 
 def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) -> dict[str, Any]:
     """The fields of a plan that every planner fills alike, zeroed. portable: it is not AITER's."""
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=settings.device)
-
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device=settings.device)
     rules, batch = settings.rules(layout.fold), settings.max_batch
     rows = rules.max_partials(batch) * settings.max_query_len if portable else 0
     return {

@@ -2,8 +2,7 @@
 
 The quantizations are vLLM's, so that its linear layers take the result: `per_token_group_quant_fp8`
 with groups of 128 and fp32 scales, which DeepGEMM wants rounded to powers of two (ue8m0), and
-`static_scaled_fp8_quant` with one scale (csrc/quantization/w8a8/fp8 in vllm-project/vllm, 0.26 to
-0.33).
+`static_scaled_fp8_quant` with one scale (csrc/quantization/w8a8/fp8 of vLLM 0.26 to 0.33).
 """
 
 import dataclasses
@@ -38,13 +37,10 @@ class Epilogue:
 
     With ue8m0 such a scale is the least power of two that is not below it, nor below 1e-10.
 
-    Attributes:
-        w_uv: [H, L, V], bf16 or fp16, dense in L or in V.
-        out: [T, H * V], dense in its last dimension; w_uv's type, or fp8 (e4m3) with a scale.
-        scale: fp32. None: not quantized. [1]: given, per tensor. [T, H * V / 128], any strides:
-            written, one for a token and group.
-        ue8m0: whether the scales of groups are rounded.
-    """
+    w_uv: [H, L, V], bf16 or fp16, dense in L or in V.
+    out: [T, H * V], dense in its last dimension; w_uv's type, or fp8 (e4m3) with a scale.
+    scale: fp32. None: not quantized. [1]: given, per tensor. [T, H * V / 128], any strides:
+        written, one for a token and group."""
 
     w_uv: torch.Tensor
     out: torch.Tensor

@@ -2,15 +2,13 @@
 
 import dataclasses
 
-# Rows (heads x query tokens) of the largest tile of one work item of the portable kernel.
-MAX_ROWS = 128
+MAX_ROWS = 128  # heads x query tokens of the largest tile of the portable kernel's work items
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
     """Heads of the query, padded to `padded`, in blocks of `per_work`: a sequence becomes `fold`
-    sequences, head block f with the heads f * per_work ... (f + 1) * per_work - 1.
-    """
+    sequences, head block f with the heads f * per_work ... (f + 1) * per_work - 1."""
 
     padded: int
     per_work: int
@@ -27,8 +25,7 @@ def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadL
     Heads are padded to a multiple of 16, the height of a matrix instruction; up to 8 of several
     query rows to 8, so that two rows fill it. Unless `per_work`, a multiple of 16, says otherwise,
     a work item holds them all if they are 64 at most, else the largest block of 64, 32 or 16 that
-    divides them; and fewer where its tile would exceed `MAX_ROWS`.
-    """
+    divides them; and fewer where its tile would exceed `MAX_ROWS`."""
     padded = 8 if heads <= 8 and max_query_len > 1 else -(-heads // 16) * 16
     if per_work is not None:
         if per_work < 16 or per_work % 16:
@@ -40,11 +37,8 @@ def layout(heads: int, max_query_len: int, per_work: int | None = None) -> HeadL
 
 
 def aiter_layout(heads: int, max_query_len: int, kind: str, arch: str) -> HeadLayout:
-    """The layout of AITER's persistent kernel for a `kind` of `selection.aiter_verdict`.
-
-    Heads are padded to a multiple of 16. Kernels for more than 16 are few; other counts are
-    folded to 16. Source: ROCm/aiter, the native head counts of its planner at v0.1.20.
-    """
+    """The layout of AITER's persistent kernel for a `kind` of `selection.aiter_verdict`: padded to
+    16 n, and folded to 16 unless its planner (ROCm/aiter v0.1.20) has the count as a native one."""
     padded = -(-heads // 16) * 16
     native = padded == 16 or {
         ("gfx942", "fp8"): padded == 128 or (padded == 64 and max_query_len == 1),

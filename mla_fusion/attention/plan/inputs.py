@@ -11,8 +11,7 @@ from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 
-# Of one launch: the grid, positional arguments and keywords.
-Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, positional, keywords
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -28,8 +27,7 @@ class Scope:
 @dataclasses.dataclass(frozen=True)
 class Sparse:
     """What sparse decode adds. extra: the scope after the first one; lens: [B] int32, how many of
-    the first scope's `first` columns count; sink: [H] fp32 or None.
-    """
+    the first scope's `first` columns count; sink: [H] fp32 or None."""
 
     extra: Scope
     first: int
@@ -39,12 +37,9 @@ class Sparse:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is known of a decode when its kernel is compiled.
-
-    ENTRY: stride of tokens in a page of PAGE. HEADS, FOLD: of the plan's layout.
-    SPARSE: the table lists slots. A sequence is FIRST tokens of the first scope, then those of the
-    `EXTRA_` scope. SINK, LSE: whether there is one. layout: of byte caches.
-    """
+    """What is known of a decode when its kernel is compiled. ENTRY: stride of tokens in a page of
+    PAGE. HEADS, FOLD: of the plan's layout. SPARSE: the table lists slots. A sequence is FIRST
+    tokens of the first scope, then those of the `EXTRA_` scope. SINK, LSE: whether there is one."""
 
     L: int
     R: int
@@ -63,8 +58,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `persistent_mla_decode`, with `out` and, if wanted, `lse` allocated, and
-    those of a sparse decode."""
+    """The arguments of a dense or sparse decode, with `out` and, if wanted, `lse` allocated."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -156,8 +150,7 @@ class Inputs:
 
 
 def validate(given: Inputs) -> None:
-    """Raise ValueError unless the arguments fit each other. Nothing reads a value from the device:
-    block numbers and lengths are trusted."""
+    """Raise ValueError unless the arguments fit; lengths and block numbers are trusted, unread."""
     q, kv_cache, table, out = given.q, given.kv_cache, given.block_table, given.out
     plan, settings, step = given.plan, given.plan.settings, given.plan.step
     if step is None:

@@ -33,8 +33,7 @@ class CacheLayout:
     """Where an entry of a byte cache has its parts: how many bytes, of which the first `quantized`
     are e4m3 values, `group` of which share a scale: stored = value / scale. latent: values that are
     summed, `v_head_dim` of the scratch. behind: scales are ue8m0, behind the data of all tokens of
-    the page; else fp32, behind the entry's own e4m3 values.
-    """
+    the page; else fp32, behind the entry's own e4m3 values."""
 
     bytes: int
     quantized: int
@@ -58,8 +57,7 @@ FP8_DS_MLA_V4 = CacheLayout(bytes=584, quantized=448, group=64, latent=512, behi
 
 def validate(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: CacheLayout) -> None:
     """Raise ValueError unless kernels can read the cache, of checked shape and type, in place, and
-    query and scratch have the widths and types of its entries.
-    """
+    query and scratch have the widths and types of its entries."""
     size, align = layout.bytes, (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))
     of, widths = f"entries of {size} bytes", (q.shape[2], settings.v_head_dim)
     want = f"({layout.width}, {layout.latent}), as {of} have them"

@@ -1,8 +1,7 @@
 """The portable planner, as its specification: who decodes what, in NumPy.
 
-`planner_triton.py` computes the same on the device, element by element. The three numbered rules
-are those that are published of AITER's fast planner for page size 1 (ROCm/aiter,
-`get_mla_metadata_v1`).
+`planner_triton.py` computes the same on the device, element by element. The numbered rules are
+those published of AITER's fast planner for page size 1 (ROCm/aiter, `get_mla_metadata_v1`).
 
 KV is counted in blocks of `granularity` tokens; a work item costs its blocks and `overhead` more.
 The budget of a CTA is at most its share of the total cost, rounded up, and one more `overhead`, by
@@ -22,9 +21,8 @@ more blocks than the share: less than merging takes.
 Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads, or `EVEN_SHARE`
 blocks if all tiles are as long: from the one by which the tiles would fit if no CTA had anything
 left, in `STEPS` steps of an overhead. So 64 sequences of 32 blocks are cut in 16 and 16 for 132
-CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a pass. A smaller
-budget leaves room for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks
-took longer.
+CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a pass. It leaves room
+for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
 """
 
 from types import SimpleNamespace
@@ -85,10 +83,8 @@ def fill(
 def fill_arrays(
     plan: Any, rules: Rules, qo_indptr: Numbers, seq_lens: Numbers, max_query_len: int
 ) -> None:
-    """Write the plan of one step into the buffers `PLANNED` of `plan`, NumPy arrays. The step is as
-    `PersistentDecodePlan.refresh` has it. Sequences without rows cost nothing, and those at the end
-    get no work item.
-    """
+    """Write the plan of one step, as of `PersistentDecodePlan.refresh`, into the buffers `PLANNED`
+    of `plan`, NumPy arrays. Sequences without rows cost nothing; at the end they get no item."""
     kv_indptr = np.concatenate(([0], np.cumsum(seq_lens)))
     for buffer, values in (plan.qo_indptr, qo_indptr), (plan.kv_indptr, kv_indptr):
         buffer[:] = np.pad(values, (0, len(buffer) - len(values)), mode="edge")
@@ -103,7 +99,6 @@ def fill_arrays(
     items = _pack_tightly(tiles, rules, rules.busy_ctas(len(seq_lens)), longest, max_query_len)
     cta, tile, begin, end, is_last = np.array(items, np.int64).reshape(-1, 5).T
     ends = is_last > 0
-
     sequence, block = np.divmod(tile, rules.fold)
     token, first = plan.qo_indptr[sequence], plan.kv_indptr[sequence]
     rows = plan.qo_indptr[sequence + 1] - token
@@ -125,8 +120,7 @@ def fill_arrays(
     plan.reduce_final_map[tile[is_split]] = np.stack((query, query + rows), 1)[is_split]
 
 
-# CTA, tile, the blocks of the tile from and to, and whether they are its last.
-_Item = tuple[int, int, int, int, bool]
+_Item = tuple[int, int, int, int, bool]  # CTA, tile, its blocks from and to, whether its last
 
 
 class _Tile(NamedTuple):
@@ -166,10 +160,8 @@ def _pack_tightly(
 def _pack(
     tiles: list[_Tile], rules: Rules, busy: int, budget: int, kept: int, max_query_len: int
 ) -> list[_Item] | None:
-    """The items by the three rules, or None if a budget is too small for `busy` CTAs.
-
-    kept: what a CTA that cuts a tile keeps of its budget: an overhead; or all: it cuts none.
-    """
+    """The items by the three rules, or None if a budget is too small for `busy` CTAs. kept: what a
+    CTA that cuts a tile keeps of its budget: an overhead; or all: it cuts none."""
     items: list[_Item] = []
     number = done = 0  # done: blocks of this tile that are taken
     for cta in range(busy):

@@ -7,8 +7,7 @@ heads are folded. From the fourth on, CTAs that start in one tile take none.
 Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
 position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
 p + budget, or nothing is cut: then it ends with the last such tile. So the loop only finds ends,
-walking forward over the sequences, once for each budget that is tried; the rest follows in
-parallel, a lane for each CTA.
+walking over the sequences once for each budget tried; the rest is parallel, a lane for each CTA.
 """
 
 import torch
@@ -42,9 +41,7 @@ def store_costs(
     qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
     MAX_BATCH: tl.constexpr, rules: tl.constexpr,
 ):  # fmt: skip
-    """Copy the lengths and write the pairs of all sequences; return the tiles up to the last one
-    that has query rows.
-    """
+    """Copy the lengths, write the pairs of sequences; return the tiles up to the last live one."""
     query = tl.load(qo_indptr + b, mask=b < batch, other=0)
     query_end = tl.load(qo_indptr + b + 1, mask=b < batch, other=0)
     length = tl.load(seq_lens + b, mask=b < batch, other=0)
@@ -53,7 +50,6 @@ def store_costs(
     tl.store(plan_qo_indptr + 1 + b, tl.where(b < batch, query_end, last_query), mask=b < MAX_BATCH)
     tl.store(plan_kv_indptr, 0)
     tl.store(plan_kv_indptr + 1 + b, tl.cumsum(length), mask=b < MAX_BATCH)
-
     is_live = query_end > query
     blocks = (length + rules.granularity - 1) // rules.granularity
     cost = tl.where(is_live, blocks + rules.overhead, 0)
@@ -91,7 +87,6 @@ def plan_kernel(
     longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
     longest = (longest + RULES.granularity - 1) // RULES.granularity
     share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
-
     budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
     is_even = total == live_tiles.to(tl.int64) * (longest + OVERHEAD)
     if (live_tiles <= busy) & (longest <= share + OVERHEAD // 2):
@@ -119,7 +114,6 @@ def plan_kernel(
     for block in range(RULES.fold):
         at = 1 + b * RULES.fold + block
         tl.store(reduce_indptr + at, all_splits, mask=(b < MAX_BATCH) & (at > live_tiles))
-
     work_end = tl.cumsum(works)
     partial = tl.cumsum(splits) - splits
     tl.store(work_indptr, 0)
@@ -153,12 +147,9 @@ def smallest_budget(
 def find_starts(
     sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr, BLOCK_W: tl.constexpr
 ):  # fmt: skip
-    """Write where each CTA starts; return the last CTA that gets work, or `busy` or more if there
-    are too few.
-
+    """Write where each CTA starts; return the last that gets work, `busy` or more if too few are.
     Scalar but for the stores of CTAs that start in the same tile: nothing in the loop but the walk
-    over the sequences waits for memory.
-    """
+    over the sequences waits for memory."""
     zero = tl.full([], 0, tl.int32)
     lane = 1 + tl.arange(0, BLOCK_W)
     step = budget - kept  # blocks of a CTA that starts and ends in a tile

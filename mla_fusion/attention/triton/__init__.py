@@ -1,5 +1,4 @@
-"""The Triton provider: which decode kernel it launches, and what follows. Nothing waits for the
-device."""
+"""The Triton provider: which decode kernel it launches, and what follows; nothing is waited for."""
 
 import importlib
 from typing import Any
@@ -42,8 +41,7 @@ MOST_LATENTS, MOST_ROTATED = 1024, 128
 
 def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: int) -> str:
     """Why this provider does not decode such queries over such a cache; empty if it does. Both are
-    multiplied in one 16-bit type, on the way to which other pairs would be rounded or overflow.
-    """
+    multiplied in one 16-bit type, on the way to which other pairs would be rounded or overflow."""
     most = {"kv_lora_rank": (latent, MOST_LATENTS), "qk_rope_head_dim": (rope, MOST_ROTATED)}
     for name, (size, limit) in most.items():
         if size not in range(16, limit + 1, 16):
@@ -82,8 +80,11 @@ def launch(given: Inputs) -> None:
 
 def decode(given: Inputs) -> None:
     """The launch of the decode kernel: splits, and the latents of sequences without any."""
-    module = chosen(given)
-    grid, args, options = module.arguments(given)
+    _run(chosen(given), given)
+
+
+def _run(module: Any, *given: Any) -> None:
+    grid, args, options = module.arguments(*given)
     module.kernel[grid](*args, **options)
 
 
@@ -92,8 +93,7 @@ def merge(given: Inputs) -> None:
     # Imported when launched: a kernel needs Triton.
     from mla_fusion.attention.triton import reduce_kernel
 
-    grid, args, options = reduce_kernel.arguments(given)
-    reduce_kernel.kernel[grid](*args, **options)
+    _run(reduce_kernel, given)
 
 
 def multiply(given: Inputs) -> None:
@@ -104,8 +104,7 @@ def multiply(given: Inputs) -> None:
     if has_hopper(latents.device) and not for_hopper.product(given):
         from mla_fusion.attention.hopper import product as hopper_product
 
-        grid, args, options = hopper_product.arguments(given)
-        hopper_product.kernel[grid](*args, **options)
+        _run(hopper_product, given)
         return
     (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
     if epilogue.scale is not None:
@@ -121,13 +120,11 @@ def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
     """The quantization of a dense product [T, H * V]."""
     from mla_fusion.attention.triton import quantize_kernel
 
-    grid, args, options = quantize_kernel.arguments(product, epilogue)
-    quantize_kernel.kernel[grid](*args, **options)
+    _run(quantize_kernel, product, epilogue)
 
 
 def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
-    """Numbers of sequences that compile, together, all that steps of `plan` launch, with an
-    epilogue of `values` columns a head if there is one."""
+    """Numbers of sequences, as `attention.get_provider` has them."""
     from mla_fusion.attention.triton.reduce_kernel import reduction
 
     batches: dict[Any, int] = {}
@@ -162,12 +159,11 @@ def plan_settings(
 ) -> dict[str, int]:  # fmt: skip
     """What to allocate a plan with for a kernel with tiles of 64 tokens: keywords of `allocate`.
 
-    width: of a cache entry, L + R. With 16 query rows at most, two CTAs fit an SM if its shared
-    memory holds their tiles, and hide each other's latency: with fp8 and 512 + 64, at batch 64 and
-    8192 tokens, that took 97 us, one CTA 136. The blocks of 64 rows of an item run at the same time
-    and read tiles of the cache together, so the plan has fewer CTAs: with drafts, and in bf16 with
-    128 heads and one query row, whose items hold both blocks for it.
-    """
+    With 16 query rows at most, two CTAs fit an SM if its shared memory holds their tiles, and hide
+    each other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us, one
+    CTA 136. The blocks of 64 rows of an item run at the same time and read tiles of the cache
+    together, so the plan has fewer CTAs: with drafts, and in bf16 with 128 heads and one query row,
+    whose items hold both blocks for it."""
     settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
     sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
     rows = head_layout(num_heads, max_query_len).per_work * max_query_len

@@ -13,16 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.plan import device_code
 from mla_fusion.attention.plan.device import power_of_two
-from mla_fusion.attention.plan.device_code import (
-    LN2,
-    LOG2E,
-    Source,
-    Target,
-    read_item,
-    softmax_step,
-    within,
-)
+from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, read_item, within
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
 
@@ -153,11 +146,9 @@ def decode_kernel(
     Tensors are those of `mla_fusion.attention.persistent_mla_decode`, of its plan and of
     `inputs.Sparse`, FORM is `Inputs.form`. scale: of the scores, before the scales of q and the
     cache. A query row is position * HEADS + head. DOT: the type of both products. Caches with a
-    layout are of e4m3 type here. R is 0 where the rotated values are latents.
-    """
+    layout are of e4m3 type here. R is 0 where the rotated values are latents."""
     L: tl.constexpr = FORM.L
     R: tl.constexpr = FORM.R
-    HEADS: tl.constexpr = FORM.HEADS
     scale *= LOG2E
     value_scale = 1.0
     if q_ptr.dtype.element_ty.primitive_bitwidth == 8:
@@ -169,20 +160,20 @@ def decode_kernel(
     row = first_row + tl.arange(0, ROWS)
     latent = tl.arange(0, L_PAD)
     rope = L + tl.arange(0, R_PAD)
-    target = Target(
+    target = device_code.Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
     for work in range(
         tl.load(work_indptr_ptr + tl.program_id(0)), tl.load(work_indptr_ptr + tl.program_id(0) + 1)
     ):
         info = work_info_ptr + 8 * work
-        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, HEADS, FORM.FOLD)
+        item = read_item(info, qo_indptr_ptr, kv_indptr_ptr, row, heads, FORM.HEADS, FORM.FOLD)
         sequence = item.sequence.to(tl.int64)
         source = Source(kv_ptr, table_ptr + sequence * table_stride, block_stride)
         extra_table = extra_table_ptr + sequence * extra_table_stride
         extra = Source(extra_ptr, extra_table, extra_block_stride)
         # Row blocks after the query rows of this sequence have nothing to do.
-        has_rows = first_row < HEADS * item.count
+        has_rows = first_row < FORM.HEADS * item.count
         stop = tl.where(has_rows, tl.cdiv(item.end, BLOCK_N), item.begin // BLOCK_N)
 
         query = q_ptr + item.token * q_stride_t + item.head * q_stride_h
@@ -193,7 +184,7 @@ def decode_kernel(
         q_rope = tl.load(query[None, :] + rope[:, None], mask=is_rope, other=0.0)
         q_latent, q_rope = q_latent.to(DOT), q_rope.to(DOT)
         # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
-        limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // HEADS))
+        limit = tl.minimum(item.end, item.end + item.after - (item.count - 1 - row // FORM.HEADS))
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_N, ROWS], tl.float32)
         acc = tl.zeros([L_PAD, ROWS], tl.float32)
@@ -217,7 +208,7 @@ def decode_kernel(
                 s = tl.dot(key, q_latent)
                 s = tl.dot(key_rope.to(DOT), q_rope, s)
             seen = wanted[:, None] & (at[:, None] < limit[None, :])
-            p, decay, m, l = softmax_step(s, seen, scale, m, l)
+            p, decay, m, l = device_code.softmax_step(s, seen, scale, m, l)
             acc = tl.dot(tl.trans(key), p.to(DOT), acc * decay[None, :])
         store_item(acc, m, l, value_scale, item, row, target, sink_ptr, FORM, L_PAD)
 
@@ -234,8 +225,7 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
     """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
     gfx942, gfx950 and sm_90 without spilling registers in the loop over tiles; fp8 latents above
     512 do on sm_90, whatever the tile. of_bytes: the scales of such a cache take registers too: 32
-    query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90.
-    """
+    query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90."""
     warp = 64 if torch.version.hip else 32
     if of_bytes:
         return (16, 4) if warp == 64 else (min(rows, 32), 8)

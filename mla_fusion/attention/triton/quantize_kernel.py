@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.attention.plan.inputs import Launch
 from mla_fusion.kernels.triton_rows import cast
 
 LEAST_SCALE = tl.constexpr(EPSILON)
@@ -27,9 +28,8 @@ def quantize_kernel(
     y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH].
-
-    QUANTIZATION: an `Epilogue.quantization`. LIMIT as `cast` has it."""
+    """Quantize GROUP columns, `program_id(1)`, of row `program_id(0)` of a product [T, WIDTH] by an
+    `Epilogue.quantization`. LIMIT as `cast` has it."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     column = group * GROUP + tl.arange(0, GROUP)
@@ -50,9 +50,7 @@ def quantize_kernel(
 kernel: Any = quantize_kernel
 
 
-def arguments(
-    product: torch.Tensor, epilogue: Epilogue
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:
     """What the kernel is launched with for a dense product [T, H * V] (also for compiling)."""
     out, (tokens, width) = epilogue.out, product.shape
     most = largest(out.dtype)

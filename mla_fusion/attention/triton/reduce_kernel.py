@@ -36,9 +36,7 @@ def reduce_kernel(
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), over SPLITS splits at once
     and for COLUMNS latents (`program_id(2)`; the last one may have fewer). PDL: the launch precedes
     the end of the decode kernel, which has waited for the plan; this kernel waits before it reads
-    anything else. FOLLOWED: a product may be launched, which waits; in a benchmark the next decode
-    would begin early.
-    """
+    more. FOLLOWED: by a product, which waits; in a benchmark the next decode would begin early."""
     if PDL and FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()
     PADDED: tl.constexpr = (L + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -88,8 +86,7 @@ kernel: Any = reduce_kernel
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each: few
     tiles have many splits, which are loaded at once. Measured on an H200, where a CTA has 16 bytes
-    of each of its rows and splits in a thread.
-    """
+    of each of its rows and splits in a thread."""
     if tiles * rows <= 128:
         return 1, 32, 256
     if tiles * rows <= 512:
