@@ -140,7 +140,8 @@ def _sum_rows(
     w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form: tl.constexpr, Q_LIMIT: tl.constexpr
 ):  # fmt: skip
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
-    for i in tl.static_range(form.plan.m_tiles):
+    M_TILES: tl.constexpr = form.plan.m_tiles
+    for i in tl.static_range(M_TILES):
         token = m_start + i
         wanted = (token < given.tokens) & (k < form.P)
         q = tl.load(q_ptrs + token * given.q_row + k, mask=wanted, other=0.0)
