@@ -8,8 +8,7 @@
 
 Safe because the new op rotates, scales and writes exactly what the old nodes did (`patterns/`
 proves it) and because nothing else reads the rotated values. Declines, with a reason, a layer whose
-spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
-"""
+spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway."""
 
 from dataclasses import dataclass
 

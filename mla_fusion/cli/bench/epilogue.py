@@ -9,6 +9,7 @@ decode, less the same graph of the decode alone.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Mapping
@@ -59,9 +60,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings)
         for tokens, heads, splits, quantization in itertools.product(*sizes, QUANTIZATIONS)
     )
 
-    def rows(case: Case) -> list[Row]:
-        return measure(case, settings.rounds)
-
+    rows = functools.partial(measure, rounds=settings.rounds)
     wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
     print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
     return not wrong

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps
-from mla_fusion.cli.bench.region_cases import Call, Case, build, run
+from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps, storage
+from mla_fusion.cli.bench.region_cases import Case, build, run
 from mla_fusion.cli.selftest.outcome import Outcome, different_bytes
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels import triton as provider
@@ -67,15 +67,15 @@ def check(calls: Mapping[str, Case], device: str = "cuda") -> Iterator[Outcome]:
         yield from replayed(dataclasses.replace(first, tokens=tokens, padded=()))
 
 
-def against(name: str, call: Call) -> Outcome:
+def against(name: str, given: Inputs) -> Outcome:
     """One call against the specification; error: elements and bytes that are wrong."""
-    want = run(reference, call, product=absorb)
-    got, storage = run(provider, call)
-    again, _ = run(provider, call)
-    written = bool(got.view(torch.uint8)[call.inputs.slot_mapping < 0].any())
+    want = run(reference, given, product=absorb)
+    got, cache = run(provider, given)
+    again, _ = run(provider, given)
+    written = bool(got.view(torch.uint8)[given.slot_mapping < 0].any())
     notes = ["padded rows are not zero"] if written else []
     notes += ["two launches differ"] if different_bytes(got, again) else []
-    return Outcome(name, deviating(call.inputs, (got, storage), want), 0, "; ".join(notes))
+    return Outcome(name, deviating(given, (got, cache), want), 0, "; ".join(notes))
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
@@ -86,8 +86,8 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
 
 def replayed(case: Case) -> Iterator[Outcome]:
     """A captured launch, replayed with other inputs in place."""
-    call = build(case, "cuda")
-    given = call.inputs
+    given = build(case, "cuda")
+    raw = storage(given.kv_cache)
     graph = capture_calls(lambda _: provider.fused_mla_decode_prep(given), 1)
     for number in range(3):
         given.q.normal_()
@@ -95,10 +95,10 @@ def replayed(case: Case) -> Iterator[Outcome]:
         given.positions.random_(0, 64)
         slots = torch.randperm(given.kv_cache.shape[0] * case.block_size, device="cuda")
         given.slot_mapping.copy_(slots[: case.tokens])
-        call.storage.fill_(POISON)
-        want = run(reference, call, product=absorb)
+        raw.fill_(POISON)
+        want = run(reference, given, product=absorb)
         graph.replay()
-        wrong = deviating(given, (given.q_out, call.storage), want)
+        wrong = deviating(given, (given.q_out, raw), want)
         yield Outcome(f"{case.tokens} tokens, replay {number}", wrong, 0)
 
 
