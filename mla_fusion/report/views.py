@@ -1,6 +1,5 @@
-"""A report as a page that loads nothing, and its layer before and after as text and as a drawing:
-a row for each op, arcs for what it reads.
-"""
+"""A report as a page that loads nothing, and its layer before and after, as text and as a drawing
+with a row for each op and arcs for what it reads."""
 
 from collections.abc import Sequence
 from html import escape
@@ -95,8 +94,7 @@ def _svg(body: str, height: int, width: int = PANEL_WIDTH) -> str:
 def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
     """(what is drawn, its height)."""
     out = [f'<text class="head" x="4" y="14">{title}: {len(listed)} ops</text>']
-    middles: list[int] = []
-    y = 22
+    middles, y = list[int](), 22
     for row in listed:
         # The name of an op of ours takes the whole width, so its results are on a line below.
         height = 2 * _ROW if row.mark == FUSED else _ROW

@@ -2,8 +2,7 @@
 unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and FlashInfer; or the
 portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3;
 or the epilogue of that decode against reduction, torch.bmm and quantization. Each is checked in the
-same run, and its rows go into a CSV file. Needs a GPU; what is not installed is left out.
-"""
+same run, and its rows go into a CSV file. Needs a GPU; what is not installed is left out."""
 
 import argparse
 import csv

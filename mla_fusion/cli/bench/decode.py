@@ -3,8 +3,7 @@
 Calls are on distinct caches, so that the L2 cache does not hold what an engine would have to fetch;
 results are checked against float64 attention. The column `vllm_default` marks what vLLM chooses on
 Hopper. With `--values` a call is decode and product with a W_UV of its own, and the column `values`
-has its columns for a head; 0 marks the decode alone.
-"""
+has its columns for a head; 0 marks the decode alone."""
 
 import argparse
 import dataclasses

@@ -4,8 +4,7 @@ Ours are the reduction and, on Hopper where that was not slower, one kernel for 
 quantization. vLLM's, behind the same reduction, are torch.bmm and, where the result is fp8, its
 quantization, or this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not
 hold what an engine would have to fetch. "back": calls follow each other. "behind": each follows a
-decode, less the same graph of the decode alone.
-"""
+decode, less the same graph of the decode alone."""
 
 import argparse
 import dataclasses

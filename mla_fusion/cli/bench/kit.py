@@ -1,8 +1,5 @@
-"""What every benchmark does: time candidates in turns, compare results, say on what it ran.
-
-Candidates are CUDA graphs of many calls that take turns round by round, so that clock changes and
-neighbours meet all of them alike.
-"""
+"""What every benchmark does: time candidates, compare results, say on what it ran. Candidates are
+CUDA graphs of many calls that take turns, so that clock changes and neighbours meet all alike."""
 
 import csv
 import dataclasses

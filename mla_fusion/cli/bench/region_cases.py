@@ -1,8 +1,6 @@
-"""Calls of the fused region with random inputs, for its checks; and many layers, for its benchmark.
-
-There distinct weights and caches keep the L2 cache from holding what a model would have to fetch in
-every layer; activations rotate over a few sets, because the layer before has just produced them.
-"""
+"""Calls of the fused region with random inputs, for its checks; and many layers, for its benchmark:
+there distinct weights and caches keep the L2 cache from holding what a model would have to fetch in
+every layer; activations rotate over a few sets, because the layer before has just produced them."""
 
 import dataclasses
 import itertools
@@ -27,8 +25,7 @@ SCALE = 0.02  # of query and cache
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of the fused region. kv: type of the cache; query: type of q_out; gap: elements
-    before each row of a strided input; factor: type of the query's factors, if it has some."""
+    """One call of the fused region."""
 
     tokens: int = 5
     heads: int = 3
@@ -36,16 +33,16 @@ class Case:
     rope: int = 16
     latent: int = 64
     act: torch.dtype = torch.bfloat16
-    kv: torch.dtype = torch.float8_e4m3fn
-    query: torch.dtype = torch.float8_e4m3fn
+    kv: torch.dtype = torch.float8_e4m3fn  # of the cache
+    query: torch.dtype = torch.float8_e4m3fn  # of q_out
     angles: torch.dtype | None = torch.float32
     neox: bool = False
     block_size: int = 4
     strided: bool = False
-    gap: int = 8
+    gap: int = 8  # elements before each row of a strided input
     padded: tuple[int, ...] = (1,)
     seed: int = 0
-    factor: torch.dtype | None = None
+    factor: torch.dtype | None = None  # of the query's factors, if it has some
     context_parallel: bool = False  # the rows of `padded` are tokens of another rank
     least: int = 0  # bytes of the cache, of which the last entry is written then
 

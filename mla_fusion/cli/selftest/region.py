@@ -1,6 +1,5 @@
 """The fused region against its specification, with the product in float64: the query as `judge`
-wants it, for the tests of all providers too, and every byte of the cache equal.
-"""
+wants it, for the tests of all providers too, and every byte of the cache equal."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -119,10 +118,8 @@ def absorb_interval(
     Algorithms, 2nd edition, sections 3.1 and 4.2). Rounding to the activation type is monotonic.
     The two results are nearly always equal or neighbours. Where the products cancel, they are many
     units in the last place of s apart: a limit of one unit would demand one order of summation.
-
     The bound also covers rounded fp32 products. Matrix units that truncate have no such proof and
-    are held to the same interval.
-    """
+    are held to the same interval."""
     q, w = q_nope.double().transpose(0, 1), w_uk_t.double()
     terms = w_uk_t.shape[1] * 2.0**-24
     exact = torch.bmm(q, w).transpose(0, 1)
@@ -131,12 +128,10 @@ def absorb_interval(
 
 
 def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> tuple[int, int]:
-    """Hold a query `got` [T, H, L + R] to the specification; `want` is the reference's. How many
-    elements deviate, and how many of the absorbed half do not, though more than one step off.
-
-    The rotated half must be equal. The absorbed half must be within one step, or within what an
-    fp32 sum in some order gives; in fp8 within one step, and equal in 99.9 % of the elements.
-    """
+    """How many elements of a query `got` [T, H, L + R] deviate from `want`, the reference's, and
+    how many of the absorbed half do not, though over a step off. The rotated half must be equal;
+    the absorbed half within one step, or within what an fp32 sum in some order gives; in fp8 within
+    one step, and equal in 99.9 % of the elements."""
     q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]
     if inputs.q_factor is not None:
