@@ -48,6 +48,7 @@ def test_reference_is_the_formula(neox, factor, context_parallel):
 def test_only_addressed_slots_change():
     call = cases.build(cases.Case(strided=True))
     _, storage = cases.run(reference, call)
+    assert call.kv_cache.view(torch.uint8).eq(POISON).all()  # it runs on a copy
     assert not storage.eq(POISON).all()
     cache, slots = call.kv_cache, call.slot_mapping
     written = storage.as_strided(cache.shape, cache.stride())
