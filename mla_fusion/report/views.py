@@ -94,7 +94,8 @@ def _svg(body: str, height: int, width: int = PANEL_WIDTH) -> str:
 def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
     """(what is drawn, its height)."""
     out = [f'<text class="head" x="4" y="14">{title}: {len(listed)} ops</text>']
-    middles, y = list[int](), 22
+    middles: list[int] = []
+    y = 22
     for row in listed:
         # The name of an op of ours takes the whole width, so its results are on a line below.
         height = 2 * _ROW if row.mark == FUSED else _ROW

@@ -123,7 +123,8 @@ def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     def ordinal(x: torch.Tensor) -> torch.Tensor:
         bits = 8 * x.element_size()
         raw = x.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]).long()
-        raw, sign = raw & ((1 << bits) - 1), 1 << (bits - 1)
+        raw = raw & ((1 << bits) - 1)
+        sign = 1 << (bits - 1)
         return torch.where(raw >= sign, sign - raw, raw)
 
     got_nan, want_nan = got.float().isnan(), want.float().isnan()

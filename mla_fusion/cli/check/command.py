@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(settings: Settings) -> Answer:
-    """The answer, by the configuration or an engine; a UserError if either cannot be used."""
+    """The answer, by the configuration or else an engine; a UserError if the input is unusable."""
     cli.require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)

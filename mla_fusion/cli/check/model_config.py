@@ -77,7 +77,7 @@ class Cut:
 
 
 def read(model: Path) -> Model:
-    """Read a config, a file or its folder; a UserError if it is none of a model, or a value is."""
+    """Read a config, a file or its folder; a UserError if no model has it, or one of its values."""
     files = (model / name for name in ("config.json", "params.json"))
     path = next((file for file in files if file.exists()), model)
     content = _load(path)

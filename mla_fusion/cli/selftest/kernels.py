@@ -69,7 +69,8 @@ NAMES = [
 
 def check(name: str, thorough: bool) -> Iterator[Outcome]:
     """The cases of one of `NAMES`, or CannotRun on this GPU."""
-    (what, _, of), repeats = name.partition(" "), 15 if thorough else 3
+    what, _, of = name.partition(" ")
+    repeats = 15 if thorough else 3
     if what == "planner":
         many = planner.THOROUGH if thorough else planner.PLANNERS
         return planner.check(many, plans=20 if thorough else 8)

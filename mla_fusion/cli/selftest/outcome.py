@@ -71,7 +71,7 @@ class Bench(Protocol):
         return Outcome(name, error, self.bound, "; ".join(wrong))
 
     def cases(self, name: str, repeats: int, replays: int) -> Iterator[Outcome]:
-        """A step, repeated bit by bit, then replays with other contents, on a GPU of a graph."""
+        """A step, repeated bit by bit; then others, on a GPU as replays of one captured graph."""
         rng = random.Random(0)
         self.fill(rng, ragged=False)
         self.step()
