@@ -61,7 +61,7 @@ def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
     default, rows = vllm_default(case), []
     for name, off, times in kit.compare(candidates, build, len(inputs.scopes), rounds):
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
-        row |= rates(case, times) | {"error": off}
+        row |= rates(case.bytes(), case.flops(), times) | {"error": off}
         rows.append(row | {"share": row["gbps"] / copy_gbps})
     line = " | ".join(
         f"{r['candidate']} {r['p50_us']:.1f} ({r['gbps']:.0f} GB/s, error {r['error']:.1e})"

@@ -8,8 +8,7 @@
 
 Safe because the new op rotates, scales and writes exactly what the old nodes did (`patterns/`
 proves it) and because nothing else reads the rotated values. Declines, with a reason, a layer whose
-spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway.
-"""
+spelling is unknown, whose rotated values are shared, or which the fused op cannot serve anyway."""
 
 from dataclasses import dataclass
 
@@ -59,9 +58,10 @@ def _check_alone(site: Site, match: RopeMatch) -> None:
 
     for node in walk(match.rotated, readers):
         for user in readers(node):
+            if user.target in probe.PURE:
+                continue
             later = walk([user], lambda each: each.users)
-            seen = (not is_aten(each) or each.is_impure() for each in later)
-            if user.target not in probe.PURE and any(seen):
+            if any(not is_aten(each) or each.is_impure() for each in later):
                 raise Declined("shared-rotation", f"{node.name} is read by {user.name}")
     for written in outputs(site.cache_update, 0) or [site.cache_update]:
         for user in written.users:

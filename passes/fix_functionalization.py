@@ -11,8 +11,7 @@ there; here each may be missing.
 Safe because an op is made in-place only if nothing reads the old value after it, through any alias
 that `patterns.nodes` knows or cannot exclude. If something may, an op of this library stays
 functional, and Inductor copies. vLLM's pass makes vLLM's op in-place in any case, so that op writes
-to copies made here.
-"""
+to copies made here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from mla_fusion.patterns.nodes import Memory, is_view
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
 aten = torch.ops.aten
-
 OWN = {f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}", *ops.RUNTIME_OPS, FUSED_ROPE_UPDATE}
 
 
@@ -90,11 +88,8 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node | 
 
 
 def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
-    """Each slice_scatter that only puts a mutated slice back where it lies.
-
-    `target` is slice(whole, dim, start, ...); the scatter writes the mutated value to the same
-    place of a value equal to `whole`.
-    """
+    """Each slice_scatter that only puts a mutated slice back where it lies: `target` is
+    slice(whole, dim, start, ...), and it writes to the same place of a value equal to `whole`."""
     if target.target is not aten.slice.Tensor:
         return []
     whole, *place = target.args
@@ -112,8 +107,7 @@ def _normal(place: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:
-    """Whether a node after `node`, or `node` itself by another argument, may read the memory of
-    `target` as it was before."""
+    """Whether a later node, or `node` by another argument, may read the old memory of `target`."""
     origins = memory.origins(target)
     if any(origin.op in ("placeholder", "get_attr") for origin in origins):
         return True  # the caller's memory: somebody else may read it

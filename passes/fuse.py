@@ -6,9 +6,7 @@
                                      [1] q, [2] k_pe, [3] prepared query ─► attention
 
 The fused node reads the query before its rotation and its factor, so that it can do all in one
-launch. It returns q and k_pe: rotated in place, and q scaled, for a batch that is not decode-only,
-unchanged otherwise.
-"""
+launch. It returns q and k_pe, unchanged for a decode-only batch; else rotated, and q scaled."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,7 @@
 
 Safe because vLLM's op does the same inside, for the decode tokens of the batch, and the new op
 falls through to vLLM's code for any other batch. Only calls that pass 2 made canonical are lifted:
-without pass 4 the lift would add a launch and save none.
-"""
+without pass 4 the lift would add a launch and save none."""
 
 from dataclasses import dataclass
 from typing import Any

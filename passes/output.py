@@ -8,14 +8,12 @@
        or    prepared query, ..., a buffer, scale ─► mla_attention_with_tensor_quantized_output
                                      [2] fp8 ─► o_proj
 
-So the epilogue of a decode merges, multiplies with W_UV and quantizes. The op still has the buffer
-of its output: for a batch that is not decode-only vLLM's attention writes it, and vLLM's
-quantization reads it.
+So the epilogue of a decode merges, multiplies with W_UV and quantizes. For a batch that is not
+decode-only vLLM's attention still writes the buffer of the output, and its quantization reads it.
 
 Safe because nothing but the quantization reads the output, because nothing writes the layer's cache
 before that, and because the op quantizes as `patterns.output_quantization` found. An output that
-stays as it is has a reason; that is no decline of the layer.
-"""
+stays as it is has a reason; that is no decline of the layer."""
 
 from dataclasses import dataclass
 

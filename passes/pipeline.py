@@ -5,8 +5,7 @@
 3  MLADecodeQPrepLiftPass                      lift.py
 4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
 6  MLADecodeOutputFusionPass                   output.py
-5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup
-"""
+5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup"""
 
 import dataclasses
 import operator
@@ -59,8 +58,7 @@ class MLAFusionPass(InductorPass):
         max_tokens: the decode bucket: graphs for more tokens are left as they are.
         attention: who decodes, as in `config.Options`; without the plugin, which attaches plans, it
             is vLLM's backend.
-        query_len: the most query tokens of a sequence in a decode step.
-    """
+        query_len: the most query tokens of a sequence in a decode step."""
 
     provider: str
     max_tokens: int
@@ -136,9 +134,7 @@ def contained(
     graph: fx.Graph, compile_range: Range, work: Callable[[fx.Graph, report.RangeReport], Any]
 ) -> None:
     """Let `work` rewrite `graph` and say in the record what it did, which goes into the report.
-
-    Whatever fails, the graph is what it was before, and the report has one reason: it runs on.
-    """
+    Whatever fails, the graph is what it was before, and the report has one reason: it runs on."""
     span = compile_range.start, compile_range.end
     record, snapshot = None, None
     try:
@@ -158,11 +154,8 @@ def contained(
 
 
 def fuse(graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.RangeReport) -> None:
-    """Run passes 2 to 4, and 6, on `graph`; fill in `record`.
-
-    A layer that cannot be fused is left as it was. One that a pass rewrote and the next did not is
-    an error, as `contained` takes it.
-    """
+    """Run passes 2 to 4, and 6, on `graph`; fill in `record`. A layer that cannot be fused is left
+    as it was. One that a pass rewrote and the next did not is an error for `contained`."""
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
     before = _last_layer(attention_calls(graph))
@@ -217,11 +210,8 @@ def _variant(fused: fx.Node) -> ops.Variant:
 
 
 def _last_layer(calls: Sequence[fx.Node]) -> list[Node]:
-    """The ops of the last layer: those behind the attention before it.
-
-    `calls` are all attention calls of the graph, in order. What lies in front of the first one
-    counts only in a model of one layer.
-    """
+    """The ops of the last layer: those behind the attention before it, or, of a model of one layer,
+    all in front. `calls` are all attention calls of the graph, in order."""
     found: list[Node] = []
     node = calls[-1] if calls else None
     while node is not None and node.op != "root":

@@ -1,8 +1,5 @@
 """Building blocks of the passes: what they take and return, new nodes, going back, and dead code.
-
-A rewrite lets readers read new nodes and leaves the old nodes where they are, dead, until
-`drop_dead` at the end of the pipeline. A `Snapshot` undoes whatever was done to a graph.
-"""
+A rewrite lets readers read new nodes and leaves the old ones, dead, to `drop_dead` at the end."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -58,11 +55,8 @@ def mutated(op: Any) -> list[str]:
 def functionalized_call(
     graph: fx.Graph, op: Any, kwargs: Mapping[str, Any], returned: torch.Tensor | None = None
 ) -> tuple[fx.Node, list[Any]]:
-    """`auto_functionalized(op, ...)` at the insertion point, and a getitem for each output.
-
-    The first output is what the op returns, with the fake value `returned`; None if it returns
-    nothing. Its mutated arguments follow.
-    """
+    """`auto_functionalized(op, ...)` at the insertion point, and a getitem for each output: what
+    the op returns, of the fake value `returned`, or None; then its mutated arguments."""
     values = (returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated(op)))
     node = call(graph, auto_functionalized, (op,), values, **kwargs)
     outputs = [
@@ -108,11 +102,8 @@ class Snapshot:
 
 
 def drop_dead(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> None:
-    """Erase every op that nothing reads.
-
-    One that is no op of torch, or is functionalized, may write more than its results, such as a KV
-    cache: it goes only if another took its place, that is with `replaced` or what they read.
-    """
+    """Erase every op that nothing reads. One that is no op of torch, or is functionalized, may
+    write a KV cache beside its results: it goes only with `replaced`, or what they read."""
     old = set(walk(replaced, lambda node: node.all_input_nodes))
 
     def stays(node: fx.Node) -> bool:

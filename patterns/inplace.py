@@ -5,8 +5,7 @@
 
 vLLM's `fused_rope_unified_mla_kv_cache_update` also writes the cache. FlashInfer's key is a slice
 of the projection and comes back through a slice_scatter on it; so the attention's inputs are
-compared by value, as in `probe`, with the op's outputs as free variables.
-"""
+compared by value, as in `probe`, with the op's outputs as free variables."""
 
 from typing import Any
 

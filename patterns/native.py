@@ -6,8 +6,7 @@
 
 vLLM assigns the rotated part into a slice of q, which functionalization turns into
 `slice_scatter`; both sides are recognized by what they compute. Without RoPE (NoPE) both reach the
-attention as they left their projections.
-"""
+attention as they left their projections."""
 
 import torch
 from torch import fx
@@ -42,10 +41,8 @@ def match(site: Site) -> RopeMatch | None:
 
 
 def _rounded(interior: list[fx.Node], table: fx.Node, activation: torch.dtype) -> bool | None:
-    """Whether cosines and sines are rounded to the activation type; None if only some of them are.
-
-    A cast rounds the same numbers before the lookup and after it.
-    """
+    """Whether cosines and sines are rounded to the activation type; None if only some are. A cast
+    rounds the same numbers before the lookup and after it."""
     angles = {table: table.meta["val"].dtype == activation}
     used: set[bool] = set()
     for node in interior:
@@ -77,8 +74,7 @@ def expected_rotation(
 
 
 def match_nope(site: Site) -> RopeMatch | None:
-    """q and k_pe as they are if they are views of values computed without positions, which an
-    unknown op that rotates takes."""
+    """q and k_pe as they are, if views of values made without positions, which rotations take."""
     interior, leaves = probe.cone([site.q, site.k_pe])
     if any(n.target not in probe.VIEWS for n in interior) or any(map(_takes_positions, leaves)):
         return None

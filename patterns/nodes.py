@@ -3,8 +3,7 @@
 Two sources speak of memory: an op's schema, whose alias annotations name the arguments that a
 result may be a view of, and fake values, whose storage is that of what they are views of. Neither
 speaks about a Python function, a method, a module or a higher-order op: their results may show any
-argument. The price of a wrong "may" is one copy.
-"""
+argument. The price of a wrong "may" is one copy."""
 
 import operator
 from collections import defaultdict

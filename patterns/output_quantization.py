@@ -11,8 +11,7 @@ rounded, so that no polynomial tells it from others.
 
 The epilogue's scales are fp32, not rounded or rounded up to powers of two as DeepGEMM wants them on
 Hopper (ue8m0); any strides fit, so also those of CUTLASS (columns) and of DeepGEMM (aligned
-columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are another op's.
-"""
+columns). DeepGEMM's scales on Blackwell, four exponents in an int32, are another op's."""
 
 import operator
 from dataclasses import dataclass
@@ -59,10 +58,8 @@ class OutputQuantization:
 
 
 def read(output: list[fx.Node]) -> OutputQuantization:
-    """How the output of an attention, which is all of `output`, is quantized.
-
-    Raises Declined if it is not, not visibly, in another way, or has another reader.
-    """
+    """How the output of an attention, which is all of `output`, is quantized. Raises Declined if it
+    is not, not visibly, in another way, or has another reader."""
     for node in output:
         _shape(node)
     readers = list(dict.fromkeys(reader for node in output for reader in _readers(node)))
@@ -199,10 +196,8 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
 
 
 def _is_formula(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
-    """Whether the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit.
-
-    What is rounded to fp8 is compared before: other orders of operations differ there.
-    """
+    """Whether the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit. What is
+    rounded to fp8 is compared before: other orders of operations differ there."""
     if probe.mixes(interior) or not _takes_reciprocal(interior, output, scale):
         return False
     sink, shape = interior[-1], probe.concrete_shape(output[0])

@@ -8,8 +8,7 @@ float64 rounding.
 
 That holds for the number of tokens that is run, and for every number because the same polynomials
 make every token of the result from that token of the inputs, which `mixes` decides without running
-anything. No two tokens of a probe are at the same position, so none stands for another.
-"""
+anything. No two tokens of a probe are at the same position, so none stands for another."""
 
 import math
 import operator
@@ -24,9 +23,7 @@ from mla_fusion.patterns.nodes import arguments, dtype_of, is_float, tensors, wa
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-TOKENS = 3
-TABLE_ROWS = 7
-
+TOKENS, TABLE_ROWS = 3, 7
 VIEWS = {
     operator.getitem, aten.reshape.default, aten.view.default, aten._unsafe_view.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
@@ -54,10 +51,8 @@ _NEW_DIM = {aten.unsqueeze.default, aten.stack.default}
 def cone(
     outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = (), ops: AbstractSet[Any] = PURE
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(interior nodes in order, leaves) of what `outputs` are computed from by `ops`.
-
-    `stop` are nodes to treat as leaves although they are of `ops`.
-    """
+    """(interior nodes in order, leaves) of what `outputs` are computed from by `ops`; `stop` are
+    leaves although they are of `ops`."""
     stops = set(stop)
 
     def inside(node: fx.Node) -> bool:
@@ -85,11 +80,9 @@ def concrete_shape(node: fx.Node) -> tuple[int, ...]:
 def run(
     outputs: Iterable[fx.Node], activation: torch.dtype, stop: Iterable[fx.Node] = ()
 ) -> dict[fx.Node, Any] | None:
-    """Values of `outputs` and of all in their `cone`, for random leaves.
-
-    Casts are no-ops if they lose no more than a value of type `activation` would. None: a node does
-    not run on the probing values, casts to a lesser type, or does not treat every token alike.
-    """
+    """Values of `outputs` and of all in their `cone`, for random leaves. Casts are no-ops if they
+    lose no more than a value of type `activation` would. None: a node does not run on the probing
+    values, casts to a lesser type, or does not treat every token alike."""
     interior, leaves = cone(outputs, stop)
     casts = (node for node in interior if node.target in CASTS)
     if mixes(interior) or not all(_keeps_precision(cast, activation) for cast in casts):
@@ -132,8 +125,7 @@ def _is_table(node: fx.Node) -> bool:
 
 
 def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any] | None:
-    """Sizes, positions (distinct rows of the tables) or float64 numbers, the same ones at every
-    call; None if a leaf has none."""
+    """Sizes, positions (distinct rows of tables) or float64 numbers; None if a leaf has none."""
     # A fixed seed: whether a layer fuses must not depend on luck.
     generator = torch.Generator().manual_seed(0x5EED)
     integer = (leaf for leaf in leaves if dtype_of(leaf) and not is_float(leaf))
@@ -165,10 +157,8 @@ def same(values: dict[fx.Node, Any], wanted: dict[fx.Node, torch.Tensor]) -> boo
 
 
 def unmodified(node: fx.Node) -> fx.Node | None:
-    """The value of `node`'s shape, among those it is computed from, that is a mere view.
-
-    For a rotated query that is the query before rotation, a view of its projection.
-    """
+    """The value of `node`'s shape, among those it is computed from, that is a mere view: of a
+    rotated query, that before rotation, a view of its projection."""
     shape = concrete_shape(node)
     interior, leaves = cone([node])
     views = set(leaves)
@@ -202,8 +192,7 @@ def mixes(interior: Iterable[fx.Node]) -> bool:
     arguments in its schema. An op that acts along the token dimension is refused unless it takes
     all of it, from 0 to the end; so is one whose numbers depend on the number of tokens.
 
-    Where no size is a symbol the graph has one number of tokens, and is probed with that.
-    """
+    Where no size is a symbol the graph has one number of tokens, and is probed with that."""
     unit: Any = None
     try:
         for node in interior:

@@ -6,8 +6,7 @@
     q (rotated) ─────────────────────────────────► attention ──► output
     output buffer ───────────────────────────────┘
 
-Every pass starts at the attention call, so no layer is missed without a reason.
-"""
+Every pass starts at the attention call, so no layer is missed without a reason."""
 
 import operator
 from collections.abc import Iterator
@@ -94,13 +93,10 @@ class Site:
 
 @dataclass(frozen=True)
 class RopeMatch:
-    """The values before rotation, and how the graph rotates them.
-
-    q is [T, H, P + R]; k_pe is [T, 1, R] or [T, R]; positions [T] and cos_sin_cache
-    [max_position, R] are None where nothing is rotated. `rotated` are the nodes whose values no
-    longer exist once the rotation is part of another op. q_factor is a factor of each token, of any
-    shape, that multiplies the query after the rotation; None if there is none.
-    """
+    """The values before rotation, and how the graph rotates them: q [T, H, P + R], k_pe [T, 1, R]
+    or [T, R]; positions [T], cos_sin_cache [max_position, R], None where nothing is rotated.
+    `rotated` are the nodes whose values no longer exist once the rotation is part of another op.
+    q_factor, of any shape, multiplies each token of the query after the rotation, unless None."""
 
     rope: Rope
     is_neox: bool
@@ -118,11 +114,9 @@ def attention_calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def read_site(attention: fx.Node) -> Site:
-    """The site around one attention call.
-
-    Raises Declined if the call uses an argument that this library's attention op does not take, or
-    its cache update is not one of vLLM's or wrote other values than it reads.
-    """
+    """The site around one attention call. Raises Declined if the call uses an argument that this
+    library's attention op does not take, or its cache update is not one of vLLM's or wrote other
+    values than it reads."""
     args = arguments(attention)
     extra = sorted(name for name, v in args.items() if v is not None and name not in _TAKEN_OVER)
     if extra:
@@ -151,10 +145,8 @@ def read_site(attention: fx.Node) -> Site:
 
 
 def is_rope_table(table: Any, positions: Any, site: Site) -> bool:
-    """Whether these are the arguments of a rotation of all of k_pe [T, 1, R].
-
-    The table [max_position, R] is of the activation type or fp32, positions [T] are int64.
-    """
+    """Whether these are the arguments of a rotation of all of k_pe [T, 1, R]: the table
+    [max_position, R] is of the activation type or fp32, positions [T] are int64."""
     given = (table, positions, site.k_pe)
     if not all(isinstance(node, fx.Node) and dtype_of(node) for node in given):
         return False

@@ -9,8 +9,7 @@ for the query before that, so each spelling has it without knowing it:
     q (rotated) [T, H, P + R] ─► (cast) ─────► mul ─► (cast) ─► attention
     factor, T numbers ─► (view, expand, cast) ──┘
 
-The graph may round the query before the product and its result after it, to the activation type.
-"""
+The graph may round the query before the product and its result after it, to the activation type."""
 
 import math
 import operator
@@ -32,10 +31,8 @@ SPELLINGS = (native.match, inplace.match, native.match_nope)
 
 
 def match(site: Site) -> RopeMatch:
-    """The first spelling that fits, and the query's factors.
-
-    Raises Declined if none fits, or the cache update does not go with the one that does.
-    """
+    """The first spelling that fits, and the query's factors. Raises Declined if none fits, or the
+    cache update does not go with the one that does."""
     site, factors = _unscaled(site)
     found = next(filter(None, (spelling(site) for spelling in SPELLINGS)), None)
     if found is None:

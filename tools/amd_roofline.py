@@ -157,7 +157,7 @@ def _bytes(*tensors):
 
 def region(target, tokens, heads, other=False):
     """The fused region with an fp8 query and cache; `other`: with the plan of other GPUs."""
-    given = region_cases.build(region_cases.case(target, tokens, heads, padded=())).inputs
+    given = region_cases.build(region_cases.case(target, tokens, heads, padded=()))
     with launched(target) as launches:
         plan = dispatch.default_plan(tokens, heads, L) if other else None
         regions.fused_mla_decode_prep(given, plan=plan)

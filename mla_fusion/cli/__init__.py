@@ -2,8 +2,7 @@
 
 The docstring of a command's module is what its --help says first. It has `declare(parser)`, which
 adds its arguments, and `run(arguments)`, which returns the exit status: 0 for success (all fused,
-tokens equal), else 1; 2 after a `UserError`. Only the requested command is imported.
-"""
+tokens equal), else 1; 2 after a `UserError`. Only the requested command is imported."""
 
 import argparse
 import difflib
@@ -109,8 +108,7 @@ def option(
     kind: Callable[[str], Any] = positive,
     choices: Collection[str] | None = None,
 ) -> None:
-    """Add an option that takes one value; its help ends with the default, unless that is None or
-    `text` names one."""
+    """Add an option of one value; its help ends with the default, unless None or in `text`."""
     if default is not None and "(default: " not in text:
         text += f" (default: {default})"
     given: dict[str, Any] = {"metavar": metavar, "choices": choices, "help": text}

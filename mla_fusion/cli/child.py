@@ -5,8 +5,7 @@ does not use the user's compile cache, so the passes run. The child runs this fi
 
 A job ends with its parent, however that ends: the parent holds one end of a pipe and gives its
 children the other, and a thread of each waits until it closes. A signal from the kernel
-(PR_SET_PDEATHSIG) would leave what the child had started, and its folder.
-"""
+(PR_SET_PDEATHSIG) would leave what the child had started, and its folder."""
 
 import contextlib
 import functools
@@ -81,8 +80,7 @@ class EngineError(UserError):
 
 
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
-    """Run a job whose work is `generate`, with its progress on `progress` (sys.stdout); errors as
-    `result`."""
+    """Run a job whose work is `generate`, its progress on `progress`; errors as `result`."""
     older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
     progress.flush()
@@ -115,28 +113,17 @@ def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
         **job.environment,
     }
     environment.pop("VLLM_DEBUG_DUMP_PATH", None)
+    line = _lifeline()
     # -P: the installed package, not one in the current folder.
-    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(lifeline())]
-    streams |= {"text": True, "start_new_session": True, "pass_fds": [lifeline()]}
+    command = [sys.executable, "-P", "-m", "mla_fusion.cli.child", job.workdir, str(line)]
+    streams |= {"text": True, "start_new_session": True, "pass_fds": [line]}
     return subprocess.Popen(command, env=environment, **streams)
 
 
 @functools.cache
-def lifeline() -> int:
+def _lifeline() -> int:
     """The end of the pipe that children get; the other stays open as long as this process."""
-    reading, _ = os.pipe()
-    return reading
-
-
-def end_with_parent(reading: int, folder: Path | None = None) -> None:
-    """End this process and its group when the parent is gone, and remove `folder`."""
-
-    def wait() -> None:
-        os.read(reading, 1)
-        words = ["sh", "-c", _END, str(os.getpgrp()), str(folder or "")]
-        subprocess.Popen(words, start_new_session=True)
-
-    threading.Thread(target=wait, daemon=True).start()
+    return os.pipe()[0]
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -147,9 +134,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def share_facts(cache: Path, root: Path | None = None) -> None:
-    """Let the vLLM cache at `cache` share what is no compiled graph with the one at `root`, by
-    default the user's: facts about model classes, each of which costs vLLM a process of ten
-    seconds, and what `mla-fusion calibrate` measured, by which `auto` goes."""
+    """Let the vLLM cache at `cache` share with that at `root`, by default the user's, facts about
+    model classes, which cost vLLM ten seconds each, and what `mla-fusion calibrate` measured."""
     if root is None:
         users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm")
         root = Path(os.environ.get("VLLM_CACHE_ROOT") or users).expanduser().resolve()
@@ -188,7 +174,13 @@ def last_error(log: Path) -> str:
 def _child(workdir: Path, line: int) -> None:
     """The child process: progress on the parent's output, everything else into the log."""
     job = Job(**json.loads((workdir / _JOB).read_text()))
-    end_with_parent(line, workdir if job.temporary else None)
+
+    def end_with_parent() -> None:
+        os.read(line, 1)
+        words = ["sh", "-c", _END, str(os.getpgrp()), str(workdir) if job.temporary else ""]
+        subprocess.Popen(words, start_new_session=True)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     log = os.open(workdir / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     progress = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
@@ -279,8 +271,7 @@ def small_engine(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def register_type(name: str) -> None:
-    """Let Transformers read a type whose configuration class comes with the checkpoint: that only
-    gives names to what config.json holds, and its file is not run."""
+    """Let Transformers read a type whose class comes with the checkpoint, without running that."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     if name not in CONFIG_MAPPING:
@@ -288,8 +279,7 @@ def register_type(name: str) -> None:
 
 
 def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
-    """Imitate what vLLM lacks on a CPU for a type of model, of which the passes read nothing;
-    returns the engine arguments that it needs."""
+    """Imitate what vLLM lacks on a CPU for a type of model, and return the arguments it needs."""
     if model_type == "longcat_flash":
         from vllm.model_executor.models import longcat_flash
 
@@ -309,8 +299,7 @@ def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
 def complete(
     engine: Any, prompts: Prompts, new_tokens: int, logprobs: int = 0
 ) -> tuple[list[Any], int]:
-    """(vLLM's completion of each prompt, steps); `logprobs` is how many candidates of each step
-    come with the one that was chosen."""
+    """(vLLM's completion of each prompt, steps); `logprobs`: further candidates of each token."""
     made = [*steps(engine, prompts, new_tokens, logprobs=logprobs)]
     finished = {int(o.request_id): o.outputs[0] for outputs in made for o in outputs if o.finished}
     return [finished[index] for index in range(len(prompts))], len(made)
@@ -323,8 +312,7 @@ def chosen(completion: Any) -> list[float]:
 
 
 def steps(engine: Any, prompts: Prompts, new_tokens: int, **sampling: Any) -> Iterator[list[Any]]:
-    """What each step of the engine gives, until all prompts are continued greedily; the request of
-    a prompt has its index as id."""
+    """What each step gives, until all prompts are continued greedily; ids are their indices."""
     from vllm import SamplingParams
 
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}

@@ -1,10 +1,8 @@
 """What fused, what did not, and why: counts per compile range, reasons, a layer before and after.
 
-The passes add one `RangeReport` per compiled graph. When the worker has compiled, `take` makes a
-`Report` of them; `merge` joins those of all workers. `store` keeps it under vLLM's cache root, so
-that a start from a warm compile cache, in which no pass runs, finds the same report by `find`;
-`publish` logs it.
-"""
+The passes add one `RangeReport` per compiled graph. `take` makes a `Report` of those of a worker,
+`merge` joins those of all workers. `store` keeps it under vLLM's cache root, so that a start from a
+warm compile cache, in which no pass runs, finds it by `find`; `publish` logs it."""
 
 import json
 import os
@@ -30,16 +28,12 @@ _KINDS = {
 
 
 class Node(NamedTuple):
-    """One op: its name in the graph, what it calls, what it reads, and its result.
-
-    `inputs` are names of nodes, with ".1" for the second output of an op; some are outside the
-    layer. `result` is text such as "bf16[T, 16, 192]", where T is the token count.
-    """
+    """One op of a graph."""
 
     name: str
-    op: str
-    inputs: list[str]
-    result: str
+    op: str  # what it calls
+    inputs: list[str]  # nodes, also outside the layer; ".1" is the second output of one
+    result: str  # such as "bf16[T, 16, 192]", where T is the token count
 
 
 @dataclass
@@ -58,8 +52,7 @@ class LayerGraph:
 
 @dataclass
 class RangeReport:
-    """One compiled graph, or all of one compile range. `outputs` counts the fused layers with a
-    quantized output by `Epilogue.quantization`, and `plain_outputs` the others, as `declined`."""
+    """One compiled graph, or all of one compile range."""
 
     range: tuple[int, int]
     layers: int = 0
@@ -67,8 +60,8 @@ class RangeReport:
     declined: dict[Decline, int] = field(default_factory=dict)  # layers, as `counted` has it
     layer: LayerGraph | None = None  # a fused one of the first graph in which there is one
     variants: list[Variant] = field(default_factory=list)
-    outputs: dict[str, int] = field(default_factory=dict)
-    plain_outputs: dict[Decline, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)  # fused, by `Epilogue.quantization`
+    plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
     pass_ms: float = 0.0
 
     def add(self, graph: "RangeReport") -> None:
@@ -175,7 +168,7 @@ def forget() -> None:
 
 def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) -> Report | None:
     """The report of all graphs compiled since the last call; None if no pass ran. `model_layers`
-    counts the MLA layers of the model and of its draft head; the others are fields of `Report`."""
+    counts the MLA layers of model and draft head; the others are fields of `Report`."""
     if not _records:
         return None
     ranges: dict[tuple[int, int], RangeReport] = {}
@@ -187,9 +180,8 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """The report of an engine from those of its ranks, in their order: the first one's, but for
-    `variants` and the keys of `outputs`, which are those of all. A rank with other counts or
-    reasons, as in another stage of a pipeline, is named in `differing`."""
+    """The first of the ranks' reports, with the `variants` and the keys of `outputs` of all. A rank
+    with other counts or reasons, as in another stage of a pipeline, is named in `differing`."""
     first, *others = reports
     ranges = []
     for r in first.ranges:
@@ -274,10 +266,8 @@ def find(path: Path) -> Report | None:
 
 def publish(report: Report | None, model: str, cached: bool) -> None:
     """Log one line for each decode range; if nothing fused, one warning with the reasons instead.
-
-    `report` is None if no graph was compiled and no earlier report was found; `cached` says whether
-    graphs come from vLLM's compile cache, and the report from an earlier start.
-    """
+    report: None if no graph was compiled and no earlier one is found; cached: graphs come from
+    vLLM's compile cache, and the report from an earlier start."""
     decode = report.decode_ranges() if report else []
     if report is None or not decode:
         logger.warning(

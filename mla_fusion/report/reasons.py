@@ -1,7 +1,5 @@
-"""Why a model or a layer stays unfused: the reasons of `reasons.toml`, and one as it is given.
-
-A code is stable: logs, the report and docs/reasons.md name it.
-"""
+"""Why a model or a layer stays unfused: the reasons of `reasons.toml`, and one as it is given. A
+code is stable: logs, the report and docs/reasons.md name it."""
 
 import tomllib
 from dataclasses import dataclass
@@ -50,9 +48,8 @@ class Decline:
 
 
 def sparse(architecture: str, topk: int | None) -> Decline | None:
-    """Why a model whose layers attend to chosen keys does not fuse, by its class: who could take
-    its decode. topk: the `index_topk` of its config.
-    """
+    """Why a model whose layers attend to chosen keys does not fuse, by its class and the
+    `index_topk` of its config."""
     if topk and architecture in _CUSTOM_SERVES:
         return Decline("sparse-attention", f"index_topk {topk}")
     if topk or architecture.startswith(_SPARSE_OF_THEIR_OWN):

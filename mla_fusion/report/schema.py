@@ -1,5 +1,4 @@
-"""The stored format of a report: every field of its dataclasses, in a narrower type, and no other.
-It imports pydantic, which vLLM brings."""
+"""The stored format of a report, by pydantic: all fields of its dataclasses, in narrower types."""
 
 from typing import Annotated, Any, Literal, get_type_hints
 

@@ -1,6 +1,5 @@
-"""A report as a page that loads nothing, and its layer before and after as text and as a drawing:
-a row for each op, arcs for what it reads.
-"""
+"""A report as a page that loads nothing, and its layer before and after, as text and as a drawing
+with a row for each op and arcs for what it reads."""
 
 from collections.abc import Sequence
 from html import escape

@@ -32,9 +32,9 @@ def build(wanted):
     of an offset reach: whoever reads them is seen.
     """
     call = cases.build(wanted)
-    slots = call.inputs.slot_mapping
+    slots = call.slot_mapping
     if not wanted.context_parallel:
-        call.inputs.positions[slots < 0] = 3_000_000
+        call.positions[slots < 0] = 3_000_000
     live = (slots >= 0).nonzero().flatten()
     if len(live) and not (slots == 0).any():
         slots[live[0]] = 0
@@ -44,9 +44,9 @@ def build(wanted):
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e30, -0.0, 1e-40, 1e-45)
 
 
-def hostile(call):
+def hostile(inputs):
     """Put NaN, infinities, values that overflow, and subnormals between the others, in place."""
-    generator, inputs = torch.Generator().manual_seed(1), call.inputs
+    generator = torch.Generator().manual_seed(1)
     nope = inputs.w_uk_t.shape[1]
     # One NaN makes a whole row of the product NaN.
     tensors = inputs.q[..., :nope], inputs.q[..., nope:], inputs.kv_c, inputs.k_pe
@@ -58,7 +58,7 @@ def hostile(call):
     # Rows that overflow fp8 when they are scaled.
     inputs.q[::2] *= 300
     inputs.kv_c[::2] *= 300
-    return call
+    return inputs
 
 
 def _different(got, want):
@@ -67,14 +67,14 @@ def _different(got, want):
     return ~same & ~(got.float().isnan() & want.float().isnan())
 
 
-def wrong(call, query, storage):
+def wrong(inputs, query, storage):
     """How many elements differ from the reference's, by part; empty if none does.
 
     A product may be any that an order of summation gives; all else is equal to the byte, in the
     cache and all around it.
     """
-    inputs, kind = call.inputs, call.inputs.kv_cache.dtype
-    wanted, wanted_storage = cases.run(reference, call)
+    kind = inputs.kv_cache.dtype
+    wanted, wanted_storage = cases.run(reference, inputs)
     q, (_, nope, latent) = inputs.q, inputs.w_uk_t.shape
     if inputs.q_factor is not None:
         q = reference.scale(q, inputs.q_factor, q.dtype)

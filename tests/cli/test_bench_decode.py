@@ -83,14 +83,16 @@ def measured(path, *words):
         return status, list(csv.DictReader(file))
 
 
-OTHERS = "batches 4", "page 64", "fp8", "tokens 8", "layers 61", "max-split-per-batch 4"
+LACKS = {"tokens": "decode", "layers": "decode", "peers": "epilogue"}
+SIZES = "batches 4", "page 64", "tokens 8", "layers 61", "max-split-per-batch 4"
+OTHERS = *SIZES, "fp8", "peers vllm"
 
 
 @pytest.mark.parametrize("option", OTHERS)
 def test_an_option_of_the_other_is_refused(option, capsys):
     """Also with its default: it would say nothing."""
     name, *value = option.split()
-    what = "decode" if name in ("tokens", "layers") else "region"
+    what = LACKS.get(name, "region")
     assert cli.main(["bench", what, f"--{name}", *value]) == 2
     assert f"bench {what} has no option --{name}: leave it out" in capsys.readouterr().err
 

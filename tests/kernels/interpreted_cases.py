@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mla_fusion.cli.bench import two_launches
-from mla_fusion.cli.bench.kit import POISON
+from mla_fusion.cli.bench.kit import POISON, storage
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
@@ -146,7 +146,7 @@ def hopper(monkeypatch):
 def test_direct_stores_agree(names):
     case, plan = DIRECT_CASES[names[0]], DIRECT[names[1]]
     call = cases.build(case)
-    assert provider._direct(plan, call.inputs.w_uk_t, call.inputs.q_out)
+    assert provider._direct(plan, call.w_uk_t, call.q_out)
     cases.check_against_reference(provider, call, plan=plan)
 
 
@@ -182,14 +182,14 @@ def test_the_benchmarks_two_launches_agree(tokens, kind):
 
 
 def test_no_tokens_no_launch():
-    out, storage = cases.run(provider, cases.build(cases.Case(tokens=0, padded=())))
-    assert out.shape[0] == 0 and bool((storage == POISON).all())
+    out, cache = cases.run(provider, cases.build(cases.Case(tokens=0, padded=())))
+    assert out.shape[0] == 0 and bool((cache == POISON).all())
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_overflow_saturates_and_nan_stays_nan(plan):
     call = cases.build(cases.Case(tokens=3, padded=()))
-    q, kv_c = call.inputs.q, call.inputs.kv_c
+    q, kv_c = call.q, call.kv_c
     q[0] = 1e6
     q[1, 0, 0] = torch.nan
     q[1, 1, -1] = torch.nan
@@ -204,17 +204,17 @@ def test_overflow_saturates_and_nan_stays_nan(plan):
 def test_warmup_covers_the_bucket_and_leaves_the_cache_alone(factor):
     call, lines = cases.build(cases.Case(factor=factor)), []
     names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale", "is_neox")
-    layer = {name: getattr(call.inputs, name) for name in names}
-    layer |= {"rope_dim": call.inputs.k_pe.shape[1], "q_dtype": FN, "factor_dtype": factor}
+    layer = {name: getattr(call, name) for name in names}
+    layer |= {"rope_dim": call.k_pe.shape[1], "q_dtype": FN, "factor_dtype": factor}
     provider.warmup(partial(padded_batch, **layer), 17, progress=lines.append)
-    widths = provider.widths_of(call.inputs)
+    widths = provider.widths_of(call)
     plans = {dispatch.choose(tokens, 3, True, widths, None) for tokens in range(1, 18)}
     assert len(lines) == len(plans)
-    assert bool((call.storage == POISON).all())
+    assert bool((storage(call.kv_cache) == POISON).all())
 
 
 def test_rejects_what_it_cannot_address():
     call = cases.build(cases.Case())
-    call.inputs = call.inputs._replace(kv_c=call.inputs.kv_c.t().contiguous().t())
+    call = call._replace(kv_c=call.kv_c.t().contiguous().t())
     with pytest.raises(ValueError, match="kv_c must have a dense last dimension"):
         cases.run(provider, call)

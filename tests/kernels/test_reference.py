@@ -23,7 +23,7 @@ def test_reference_is_the_formula(neox, factor, context_parallel):
         factor=factor, context_parallel=context_parallel,
     )  # fmt: skip
     call = cases.build(case)
-    a = call.inputs._asdict()
+    a = call._asdict()
     out, storage = cases.run(reference, call)
     cache = storage.view(torch.float32).as_strided(a["kv_cache"].shape, a["kv_cache"].stride())
     for t, slot in enumerate(a["slot_mapping"].tolist()):
@@ -48,8 +48,9 @@ def test_reference_is_the_formula(neox, factor, context_parallel):
 def test_only_addressed_slots_change():
     call = cases.build(cases.Case(strided=True))
     _, storage = cases.run(reference, call)
+    assert call.kv_cache.view(torch.uint8).eq(POISON).all()  # it runs on a copy
     assert not storage.eq(POISON).all()
-    cache, slots = call.inputs.kv_cache, call.inputs.slot_mapping
+    cache, slots = call.kv_cache, call.slot_mapping
     written = storage.as_strided(cache.shape, cache.stride())
     slots = slots[slots >= 0]
     written[slots // cache.shape[1], slots % cache.shape[1]] = POISON
@@ -70,7 +71,7 @@ def test_only_addressed_slots_change():
     ],
 )
 def test_wrong_arguments_are_named(name, value):
-    inputs = cases.build(cases.Case()).inputs._asdict() | {name: value}
+    inputs = cases.build(cases.Case())._asdict() | {name: value}
     del inputs["derived"]  # an engine's
     with pytest.raises(ValueError, match=name):
         kernels.fused_mla_decode_prep(**inputs, provider="reference")
@@ -112,7 +113,7 @@ def test_a_query_is_held_to_its_steps():
     for column, changed, wrong in ((-1, 1, 1), (0, 1, 0), (0, 3, 3)):
         got = want.clone()
         got.view(torch.uint8)[0, :changed, column] ^= 1
-        assert cases.judge(call.inputs, got, want)[0] == wrong
+        assert cases.judge(call, got, want)[0] == wrong
         assert cases.different_bytes(got, want) == changed
 
 
@@ -157,11 +158,11 @@ def test_another_order_of_summation_is_right(act, monkeypatch):
         return total.to(q_nope.dtype)
 
     call = cases.build(ALL[act])
-    q, w = call.inputs.q, call.inputs.w_uk_t
+    q, w = call.q, call.w_uk_t
     q[..., 64:128], w[:, 64:] = -q[..., :64].flip(-1), w[:, :64].flip(1)
     want, _ = cases.run(reference, call)
     with monkeypatch.context() as patch:
         patch.setattr(reference, "absorb", backwards)
         got, _ = cases.run(reference, call)
-    wrong, bounded = cases.judge(call.inputs, got, want)
+    wrong, bounded = cases.judge(call, got, want)
     assert wrong == 0 and bounded > 0

@@ -2,8 +2,7 @@
 unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and FlashInfer; or the
 portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3;
 or the epilogue of that decode against reduction, torch.bmm and quantization. Each is checked in the
-same run, and its rows go into a CSV file. Needs a GPU; what is not installed is left out.
-"""
+same run, and its rows go into a CSV file. Needs a GPU; what is not installed is left out."""
 
 import argparse
 import csv
@@ -44,6 +43,7 @@ FLAGS = {
     "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
     "fp8": "fp8 cache and query, not bf16",
 }
+OPTIONS = *NUMBERS, *FLAGS, "peers"
 
 
 def _option(name: str) -> str:
@@ -68,20 +68,17 @@ def declare(parser: argparse.ArgumentParser) -> None:
     for name, text in FLAGS.items():
         having = ", ".join(what for what, defaults in DEFAULTS.items() if name in defaults)
         add(f"--{name}", action="store_true", default=None, help=f"{having}: {text}")
-    add("--peers", nargs="+", default=(), metavar="NAME", help="candidates (default: all)")
+    text = "region, decode: candidates (default: all)"
+    add("--peers", nargs="+", metavar="NAME", help=text)
     text = "a few shapes of both and what doctor finds, as JSON in FILE, to be sent"
     add("--report", type=Path, metavar="FILE", help=text)
     add("--commit", default="", help="commit, where git does not know it")
 
 
 def settle(settings: argparse.Namespace) -> None:
-    """Give what was not typed the default of what is timed.
-
-    Raises:
-        UserError: an option of another was typed.
-    """
+    """Give what was not typed its default; a UserError if what is timed has no such option."""
     defaults = DEFAULTS[settings.what]
-    for name in (*NUMBERS, *FLAGS):
+    for name in OPTIONS:
         if getattr(settings, name) is None:
             setattr(settings, name, defaults.get(name))
         elif name not in defaults:
@@ -92,10 +89,9 @@ def settle(settings: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the provider's results passed every check, else 1."""
     if arguments.report is not None:
-        typed = [name for name in (*NUMBERS, *FLAGS, "csv") if getattr(arguments, name) is not None]
-        if typed or arguments.peers:
-            wrong = ", ".join(map(_option, typed or ["peers"]))
-            raise UserError(f"--report measures shapes of its own: leave out {wrong}")
+        typed = [_option(n) for n in (*OPTIONS, "csv") if getattr(arguments, n) is not None]
+        if typed:
+            raise UserError(f"--report measures shapes of its own: leave out {', '.join(typed)}")
         require_gpu()
         return 0 if write_report(arguments.report, arguments.commit) else 1
     settle(arguments)
@@ -103,12 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_report(path: Path, commit: str) -> bool:
-    """What a GPU that was never measured says, in one file to send: `SHAPES` of the region and of
-    the decode, all else as in `DEFAULTS`, and what doctor finds. Whether all is right.
-
-    Minutes, not the hour of the whole grids. The file is written after each part, because AITER may
-    end the process, and holds the error of a part that fails.
-    """
+    """What a GPU that was never measured says, in one file to send: `SHAPES`, all else as in
+    `DEFAULTS`, and what doctor finds. Whether all is right. Minutes, not the hour of whole grids.
+    Written after each part, as AITER may end the process, with the error of one that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"doctor": doctor.examine()}
     for what, shapes in SHAPES.items():
@@ -116,7 +109,7 @@ def write_report(path: Path, commit: str) -> bool:
         part: dict[str, Any] = {"right": False}
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder, "rows.csv")
-            settings = {**DEFAULTS[what], **shapes, "peers": (), "commit": commit, "csv": rows}
+            settings = {**DEFAULTS[what], **shapes, "commit": commit, "csv": rows}
             try:
                 part["right"] = measure(argparse.Namespace(what=what, **settings))
             except Exception:  # noqa: BLE001 (whatever it is, it goes into the file)

@@ -3,11 +3,11 @@
 Calls are on distinct caches, so that the L2 cache does not hold what an engine would have to fetch;
 results are checked against float64 attention. The column `vllm_default` marks what vLLM chooses on
 Hopper. With `--values` a call is decode and product with a W_UV of its own, and the column `values`
-has its columns for a head; 0 marks the decode alone.
-"""
+has its columns for a head; 0 marks the decode alone."""
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
     "batches": (1, 4, 16, 64, 128), "contexts": (1024, 8192, 65536), "heads": (16, 128),
     "queries": (1,), "rope": 64, "latent": 512, "page": peers.PAGE, "values": 0,
-    "max_split_per_batch": -1, "rounds": 7, "bf16": False, "fp8": False,
+    "max_split_per_batch": -1, "rounds": 7, "bf16": False, "fp8": False, "peers": (),
 }  # fmt: skip
 
 
@@ -46,9 +46,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
         compile_ours(cases)
     torch.manual_seed(0)
 
-    def rows(case: Case) -> list[Row]:
-        return measure(case, names, settings.rounds)
-
+    rows = functools.partial(measure, names=names, rounds=settings.rounds)
     found = kit.table(settings.csv, facts, CASE + RESULT, cases, rows)
     summary(found)
     timed = "decode and product" if settings.values else "decode"
@@ -58,8 +56,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
 
 
 def compile_ours(cases: Iterable[Case]) -> None:
-    """Compile ours for each layer, in as many processes as there are cores. What fails is compiled
-    by the benchmark itself."""
+    """Compile ours for each layer, on every core; the benchmark itself compiles what fails here."""
     alike: dict[tuple[str, int], dict[int, Case]] = {}
     for case in cases:
         alike.setdefault((case.name, case.values), {}).setdefault(case.batch, case)
@@ -76,8 +73,7 @@ def compile_ours(cases: Iterable[Case]) -> None:
 
 
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
-    """Every shape that a step may have, and ragged forms of those that are neither few sequences
-    nor many."""
+    """Every shape that a step may have; those of 16 to 64 sequences are ragged too."""
     layers = itertools.product(types, settings.heads, settings.queries)
     names = "page", "latent", "rope", "values", "max_split_per_batch"
     shared = {name: getattr(settings, name) for name in names}
@@ -104,11 +100,11 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
     default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
     known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
     candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
-    rows, told = [], []
+    rows, told, work = [], [], (case.bytes(), case.flops())
     for name, error, times in kit.compare(
         candidates, lambda name: peers.build(inputs, candidates[name]), len(inputs.caches), rounds
     ):
-        row = known | kit.rates(case, times) | {"candidate": name, "error": error}
+        row = known | kit.rates(*work, times) | {"candidate": name, "error": error}
         rows.append(row | {"vllm_default": int(name == default)})
         mark = "" if is_right(row) else "!"
         rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"

@@ -1,8 +1,6 @@
-"""Shapes of decode attention, their inputs and exact results, and who computes them.
-
-A candidate is a function of `Inputs` that returns a call, which writes `Inputs.out`, or raises one
-of `UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer.
-"""
+"""Shapes of decode attention, their inputs and exact results, and who computes them. A candidate is
+a function of `Inputs` that returns a call, which writes `Inputs.out`, or raises one of
+`UNAVAILABLE`. It makes its plan or its metadata before: once a step, not once a layer."""
 
 import dataclasses
 import random
@@ -29,23 +27,19 @@ Candidate = Callable[["Inputs"], Call]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Lengths from 16 to twice the context, cubic, if ragged; else all equal to it.
-
-    queries: most query rows of a sequence. page: tokens of a block. latent, rope: L and R. values:
-    columns of W_UV for a head; 0: nothing follows the decode. max_split_per_batch: of our plan.
-    """
+    """A step of decode attention, in one layer."""
 
     batch: int
     context: int
     heads: int
     dtype: torch.dtype
-    ragged: bool = False
-    queries: int = 1
-    page: int = PAGE
-    latent: int = 512
-    rope: int = 64
-    values: int = 0
-    max_split_per_batch: int = -1
+    ragged: bool = False  # lengths from 16 to twice the context, cubic; else all equal to it
+    queries: int = 1  # most query rows of a sequence
+    page: int = PAGE  # tokens of a block
+    latent: int = 512  # L
+    rope: int = 64  # R
+    values: int = 0  # columns of W_UV for a head; 0: nothing follows the decode
+    max_split_per_batch: int = -1  # of our plan
 
     @property
     def kind(self) -> str:
@@ -87,22 +81,18 @@ class Case:
 
 @dataclasses.dataclass
 class Inputs:
-    """Tensors of one case; `caches` and `w_uv` are distinct, one for each call of a graph.
-
-    q: [batch * queries, H, L + R]. caches: [blocks, page, L + R] each. w_uv: [H, L, V] each, or
-    none. out: [batch * queries, H, V], or without W_UV `latents`, with L.
-    """
+    """Tensors of one case; `caches` and `w_uv` are distinct, one for each call of a graph."""
 
     case: Case
-    q: torch.Tensor
-    caches: list[torch.Tensor]
+    q: torch.Tensor  # [batch * queries, H, L + R]
+    caches: list[torch.Tensor]  # [blocks, page, L + R] each
     table: torch.Tensor
     lens: torch.Tensor
     starts: torch.Tensor  # the first query row of each sequence, and their number
     scale: torch.Tensor  # of an fp8 query, and of an fp8 cache
-    w_uv: list[torch.Tensor]
-    latents: torch.Tensor
-    out: torch.Tensor
+    w_uv: list[torch.Tensor]  # [H, L, V] each, or none
+    latents: torch.Tensor  # [batch * queries, H, L]
+    out: torch.Tensor  # [batch * queries, H, V], or `latents` without W_UV
 
     def behind(self, decode: Callable[[int], torch.Tensor]) -> Call:
         """The product behind a decode that is not ours, which returns its latents, as vLLM's
@@ -196,8 +186,7 @@ def ours(inputs: Inputs) -> Call:
 
 
 def launch_ours(cases: list[Case]) -> str:
-    """Launch ours for short sequences, so that Triton's cache has what `cases`, which differ in the
-    batch alone, need. Their name."""
+    """Let Triton's cache have what `cases`, which differ in the batch alone, need; their name."""
     for case in cases:
         ours(make(dataclasses.replace(case, context=case.page, ragged=False)))(0)
     torch.cuda.synchronize()
@@ -288,10 +277,8 @@ def fa3(inputs: Inputs) -> Call:
 
 
 def flashinfer_mla(inputs: Inputs) -> Call:
-    """FlashInfer's decode, as vLLM's FLASHINFER_MLA calls it on sm_100 and sm_103.
-
-    From 0.32 on vLLM keeps the counters that the kernel would clear at every call.
-    """
+    """FlashInfer's decode, as vLLM's FLASHINFER_MLA calls it on sm_100 and sm_103. From 0.32 on
+    vLLM keeps the counters that the kernel would clear at every call."""
     if torch.cuda.get_device_capability()[0] != 10:
         raise RuntimeError("vLLM runs it on sm_100 and sm_103 alone")
     from flashinfer import utils

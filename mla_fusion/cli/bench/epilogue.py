@@ -4,11 +4,11 @@ Ours are the reduction and, on Hopper where that was not slower, one kernel for 
 quantization. vLLM's, behind the same reduction, are torch.bmm and, where the result is fp8, its
 quantization, or this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not
 hold what an engine would have to fetch. "back": calls follow each other. "behind": each follows a
-decode, less the same graph of the decode alone.
-"""
+decode, less the same graph of the decode alone."""
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Mapping
@@ -59,9 +59,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings)
         for tokens, heads, splits, quantization in itertools.product(*sizes, QUANTIZATIONS)
     )
 
-    def rows(case: Case) -> list[Row]:
-        return measure(case, settings.rounds)
-
+    rows = functools.partial(measure, rounds=settings.rounds)
     wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
     print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
     return not wrong

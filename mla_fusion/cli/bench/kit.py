@@ -1,8 +1,5 @@
-"""What every benchmark does: time candidates in turns, compare results, say on what it ran.
-
-Candidates are CUDA graphs of many calls that take turns round by round, so that clock changes and
-neighbours meet all of them alike.
-"""
+"""What every benchmark does: time candidates, compare results, say on what it ran. Candidates are
+CUDA graphs of many calls that take turns, so that clock changes and neighbours meet all alike."""
 
 import csv
 import dataclasses
@@ -11,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,15 +27,7 @@ TIMES = ["p20_us", "p50_us", "p80_us"]
 # A peer that is not here, or that this vLLM calls otherwise.
 UNAVAILABLE = ImportError, RuntimeError, AttributeError, ValueError, TypeError
 say_once = functools.cache(functools.partial(print, flush=True))
-POISON = 0x5A
-"""The byte that outputs are filled with before a call."""
-
-
-class Work(Protocol):
-    """A shape that counts its own work."""
-
-    def bytes(self) -> int: ...  # the fewest
-    def flops(self) -> int: ...
+POISON = 0x5A  # the byte that outputs are filled with before a call
 
 
 @functools.cache
@@ -54,9 +43,9 @@ class Ceilings:
     gbps: float
     tflops: float
 
-    def floor_us(self, work: Work) -> float:
-        """Nothing that does `work` is faster than this, in microseconds."""
-        return max(work.bytes() / self.gbps / 1e3, work.flops() / self.tflops / 1e6)
+    def floor_us(self, moved: int, flops: int) -> float:
+        """Nothing that moves so many bytes and computes so much is faster, in microseconds."""
+        return max(moved / self.gbps / 1e3, flops / self.tflops / 1e6)
 
 
 def capture_calls(call: Call, count: int) -> torch.cuda.CUDAGraph:
@@ -98,9 +87,8 @@ def interleave(
 def compare(
     names: Iterable[T], build: Callable[[T], tuple[Call, C]], calls: int, rounds: int
 ) -> list[tuple[T, C, dict[str, float]]]:
-    """Each candidate that is here, what its check found, and its `TIMES`. build: a function of the
-    number of the call, which keeps what a graph of `calls` of them reads; and what the check of one
-    found."""
+    """Each candidate that is here, what its check found, and its `TIMES`. build: its call, which
+    keeps what a graph of `calls` of them reads, and what the check found."""
     graphs, checks, kept = {}, {}, []
     for name in names:
         try:
@@ -113,15 +101,20 @@ def compare(
     return [(name, checks[name], times[name]) for name in graphs]
 
 
-def rates(work: Work, times: dict[str, float]) -> dict[str, float]:
-    """The times of a shape with its GB/s and TFLOP/s."""
+def rates(moved: int, flops: int, times: dict[str, float]) -> dict[str, float]:
+    """The times of a shape, with its GB/s and TFLOP/s for so many bytes and operations."""
     us = times["p50_us"]
-    return {**times, "gbps": work.bytes() / us / 1e3, "tflops": work.flops() / us / 1e6}
+    return {**times, "gbps": moved / us / 1e3, "tflops": flops / us / 1e6}
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
     """A tensor like `like`, filled with `POISON`: what stays so was not written."""
     return torch.full_like(like.view(torch.uint8), POISON).view(like.dtype)
+
+
+def storage(view: torch.Tensor) -> torch.Tensor:
+    """All bytes of what `view` is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
 
 def steps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -233,8 +226,7 @@ def table(
     work: Iterable[T],
     measure: Callable[[T], list[Row]],
 ) -> list[Row]:
-    """Measure each shape, and write its rows behind `FACTS` into a CSV file that is complete after
-    each, numbers with six digits; all rows."""
+    """All rows; those of each shape go at once into a CSV file, behind `FACTS`, in six digits."""
     rows: list[Row] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -260,11 +252,7 @@ def medians(rows: Iterable[Row], columns: Sequence[str]) -> dict[tuple[Any, ...]
 
 
 def pick(asked: Collection[str], offered: Collection[str]) -> list[str]:
-    """The candidates that --peers names, all on offer if it names none.
-
-    Raises:
-        UserError: one is not on offer.
-    """
+    """The candidates that --peers names, all if it names none; a UserError if one is not here."""
     if unknown := " or ".join(name for name in asked if name not in offered):
         raise UserError(f"no candidate is called {unknown}: --peers takes {', '.join(offered)}")
     return [*(asked or offered)]

@@ -1,8 +1,5 @@
-"""`mla-fusion bench region`: the fused region against what else can compute it.
-
-A peer is a function of a `Region` that returns a layer, which may rotate q and k_pe in place, or
-raises ImportError where a package is missing.
-"""
+"""`mla-fusion bench region`: the fused region against what else can compute it. A peer takes a
+`Region` and returns a layer, which may rotate q and k_pe in place, or raises ImportError."""
 
 import argparse
 import dataclasses
@@ -28,7 +25,7 @@ CHECK = ["equal", "worst_step", "own_rounding"]
 COLUMNS = ["flashinfer", *SHAPE, *TIMES, "floor_us", "gbps", *CHECK, "plan"]
 DEFAULTS = {
     "tokens": (1, 8, 32, 64, 128, 256, 512), "heads": (8, 16, 32, 64, 128),
-    **region_cases.DEEPSEEK._asdict(), "layers": 61, "rounds": 15, "bf16": False,
+    **region_cases.DEEPSEEK._asdict(), "layers": 61, "rounds": 15, "bf16": False, "peers": (),
 }  # fmt: skip
 
 
@@ -40,8 +37,8 @@ def product(given: Inputs, latent: torch.Tensor) -> None:
 
 def workspace(region: Region) -> torch.Tensor:
     """Room for the product of one layer, [T, H, L] bf16."""
-    q, latent = region.calls[0].q, region.case.latent
-    return q.new_empty(*q.shape[:2], latent)
+    q = region.calls[0].q
+    return q.new_empty(*q.shape[:2], region.case.latent)
 
 
 def chosen_plan(region: Region) -> Plan:
@@ -147,9 +144,7 @@ def flashinfer(region: Region) -> Layer:
 
 def rotated_first(region: Region, *, every_operation: bool) -> Layer:
     """The reference with q_pe and k_pe rotated in bf16 before anything else: they round twice.
-
-    every_operation: the products and their sum round to bf16 one by one, else the sum alone.
-    """
+    every_operation: the products and their sum round to bf16 one by one, else the sum alone."""
     dtype = torch.bfloat16 if every_operation else torch.float32
     nope, angles = region.case.widths.nope, region.angles
 
@@ -190,12 +185,9 @@ OWN_ROUNDING: dict[str, Callable[[Region], Layer]] = {
 
 
 def counts(row: Row) -> bool:
-    """Whether the correctness check of a row allows its time to count.
-
-    Equal to the specification in nearly all elements, and no element more than a step off. A peer
-    that rounds the rotated half twice is many steps off where the sum cancels; it counts if every
-    element is what its own roundings give.
-    """
+    """Whether the time of a row counts: nearly all elements equal the specification, and none is
+    more than a step off. A peer that rounds the rotated half twice is many steps off where the sum
+    cancels; it counts if every element is what its own roundings give."""
     if row["equal"] == "":
         return True
     near = row["worst_step"] <= STEPS or row["own_rounding"] == 1.0
@@ -214,9 +206,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilin
                 case = region_cases.timed(tokens, heads, not settings.bf16, widths)
                 yield region_cases.make_region(case, weights)
 
-    def rows(region: Region) -> list[Row]:
-        return measure(region, names, settings.rounds, ceilings)
-
+    rows = functools.partial(measure, names=names, rounds=settings.rounds, ceilings=ceilings)
     found = kit.table(settings.csv, facts, COLUMNS, work(), rows)
     print(f"microseconds per layer; ! marks a failed check. Rows: {settings.csv}")
     return all(counts(row) for row in found if row["candidate"].endswith("triton"))
@@ -234,13 +224,15 @@ def measure(region: Region, names: list[str], rounds: int, ceilings: Ceilings) -
             check["own_rounding"] = region_cases.agreement(region, layer, own(region))[0]
         return lambda i: layer(region.calls[i]), check
 
-    case, found, floor = region.case, [], ceilings.floor_us(region.case)
+    case, found = region.case, []
+    work = case.bytes(), case.flops()
+    floor = ceilings.floor_us(*work)
     plan = str(dataclasses.asdict(chosen_plan(region)))
     shape = {"query": "fp8" if case.fp8 else "bf16", **case.widths._asdict()}
     shape |= {"tokens": case.tokens, "heads": case.heads, "floor_us": floor}
     for name, check, times in kit.compare(names, build, len(region.calls), rounds):
         of_ours = {"plan": plan if name == "triton" else ""}
-        found.append(shape | {"candidate": name} | kit.rates(case, times) | check | of_ours)
+        found.append(shape | {"candidate": name} | kit.rates(*work, times) | check | of_ours)
     shown = (f"{r['candidate']} {r['p50_us']:.2f}{'' if counts(r) else '!'}" for r in found)
     print(f"T={case.tokens:4d} H={case.heads:4d} floor {floor:6.2f} |", " | ".join(shown))
     return found

@@ -1,8 +1,6 @@
-"""Calls of the fused region with random inputs, for its checks; and many layers, for its benchmark.
-
-There distinct weights and caches keep the L2 cache from holding what a model would have to fetch in
-every layer; activations rotate over a few sets, because the layer before has just produced them.
-"""
+"""Calls of the fused region with random inputs, for its checks; and many layers, for its benchmark:
+there distinct weights and caches keep the L2 cache from holding what a model would have to fetch in
+every layer; activations rotate over a few sets, because the layer before has just produced them."""
 
 import dataclasses
 import itertools
@@ -27,8 +25,7 @@ SCALE = 0.02  # of query and cache
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of the fused region. kv: type of the cache; query: type of q_out; gap: elements
-    before each row of a strided input; factor: type of the query's factors, if it has some."""
+    """One call of the fused region."""
 
     tokens: int = 5
     heads: int = 3
@@ -36,16 +33,16 @@ class Case:
     rope: int = 16
     latent: int = 64
     act: torch.dtype = torch.bfloat16
-    kv: torch.dtype = torch.float8_e4m3fn
-    query: torch.dtype = torch.float8_e4m3fn
+    kv: torch.dtype = torch.float8_e4m3fn  # of the cache
+    query: torch.dtype = torch.float8_e4m3fn  # of q_out
     angles: torch.dtype | None = torch.float32
     neox: bool = False
     block_size: int = 4
     strided: bool = False
-    gap: int = 8
+    gap: int = 8  # elements before each row of a strided input
     padded: tuple[int, ...] = (1,)
     seed: int = 0
-    factor: torch.dtype | None = None
+    factor: torch.dtype | None = None  # of the query's factors, if it has some
     context_parallel: bool = False  # the rows of `padded` are tokens of another rank
     least: int = 0  # bytes of the cache, of which the last entry is written then
 
@@ -59,8 +56,7 @@ class Case:
 
     def bytes(self) -> int:
         """Fewest bytes of one layer in bf16: every input read once, every output written once."""
-        out = self.query.itemsize
-        width = self.latent + self.rope
+        out, width = self.query.itemsize, self.latent + self.rope
         per_token = 2 * self.heads * (self.nope + self.rope) + out * self.heads * width
         per_token += (2 + out) * width
         per_token += 4 * self.rope + 16  # fp32 cosines and sines; slot and position
@@ -77,15 +73,7 @@ def timed(tokens: int, heads: int, fp8: bool = True, widths: Widths = DEEPSEEK) 
     return Case(tokens, heads, *widths, kv=kind, query=kind, block_size=BLOCK, padded=())
 
 
-@dataclasses.dataclass
-class Call:
-    """Arguments of one call, and the storage that `inputs.kv_cache` is a view of."""
-
-    inputs: Inputs
-    storage: torch.Tensor
-
-
-def build(case: Case, device: str = "cpu") -> Call:
+def build(case: Case, device: str = "cpu") -> Inputs:
     """Random inputs; the cache and all gaps of its storage are poisoned."""
     drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(case.seed)}
     drawn["device"] = device
@@ -103,9 +91,8 @@ def build(case: Case, device: str = "cpu") -> Call:
     step = case.block_size * entry + gap
     page = step * case.kv.itemsize
     blocks = max(-(-case.tokens // case.block_size) + 3, -(-case.least // page))
-    size = blocks * page
-    storage = torch.full((size,), POISON, dtype=torch.uint8, device=device)
-    cache = storage.view(case.kv).as_strided((blocks, case.block_size, width), (step, entry, 1))
+    raw = torch.full((blocks * page,), POISON, dtype=torch.uint8, device=device)
+    cache = raw.view(case.kv).as_strided((blocks, case.block_size, width), (step, entry, 1))
     slots = torch.randperm(blocks * case.block_size, **drawn)[: case.tokens]
     if case.least:
         slots[0] = blocks * case.block_size - 1
@@ -120,7 +107,7 @@ def build(case: Case, device: str = "cpu") -> Call:
         angles = random(64, case.rope).clamp(-1, 1).to(case.angles)
     if case.factor is not None:
         factor = (1 + random(case.tokens).abs()).to(case.factor)
-    inputs = Inputs(
+    return Inputs(
         q=rows(case.tokens, case.heads, case.nope + case.rope), w_uk_t=weight,
         kv_c=rows(case.tokens, case.latent), k_pe=rows(case.tokens, case.rope),
         kv_cache=cache, slot_mapping=slots, positions=positions, cos_sin_cache=angles,
@@ -128,24 +115,22 @@ def build(case: Case, device: str = "cpu") -> Call:
         q_out=torch.empty(case.tokens, case.heads, width, dtype=case.query, device=device),
         is_neox=case.neox, q_factor=factor, context_parallel=case.context_parallel,
     )  # fmt: skip
-    return Call(inputs, storage)
 
 
-def run(module: Any, call: Call, **extra: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(module: Any, inputs: Inputs, **extra: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a provider on copies of the outputs; returns the query and the raw cache storage."""
-    out = poisoned(call.inputs.q_out)
-    cache, storage = call.inputs.kv_cache, call.storage.clone()
-    copy = storage.view(cache.dtype).as_strided(cache.shape, cache.stride())
-    inputs = call.inputs._replace(kv_cache=copy, q_out=out)
-    assert module.fused_mla_decode_prep(inputs, **extra) is out
-    return out, storage
+    cache, out = inputs.kv_cache, poisoned(inputs.q_out)
+    raw = kit.storage(cache).clone()
+    copy = raw.view(cache.dtype).as_strided(cache.shape, cache.stride())
+    given = inputs._replace(kv_cache=copy, q_out=out)
+    assert module.fused_mla_decode_prep(given, **extra) is out
+    return out, raw
 
 
 @dataclasses.dataclass
 class Region:
     """A case and the call of each layer, on the current CUDA device: weights, cache and, in turns,
-    one of a few sets of activations. angles: cosines and sines [n, R] in fp32, exact in bf16 too.
-    """
+    a few sets of activations. angles: cosines and sines [n, R] in fp32, exact in bf16 too."""
 
     case: Case
     calls: list[Inputs]
@@ -167,7 +152,7 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     scale = torch.full((1,), SCALE, device="cuda")
     sets = []
     for seed in range(ACTIVATION_SETS):
-        given = build(dataclasses.replace(case, seed=seed), "cuda").inputs
+        given = build(dataclasses.replace(case, seed=seed), "cuda")
         given.positions.random_(0, MAX_POSITION)
         sets.append(given._replace(cos_sin_cache=cos_sin, k_scale=scale, q_scale=scale))
     calls = [
@@ -177,13 +162,13 @@ def make_region(case: Case, weights: list[torch.Tensor]) -> Region:
     return Region(case, calls, cos_sin)
 
 
+# One layer of a candidate; the query is what it returns, or else it is in `q_out`.
 Layer = Callable[[Inputs], torch.Tensor | None]
-"""One layer of a candidate; the query is what it returns, or else it is in `q_out`."""
 
 
 def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tuple[float, int]:
-    """`kit.agreement` of the query and cache of one layer of a candidate with those of `expected`,
-    the reference unless given, on copies: some peers rotate q in place."""
+    """`kit.agreement` of the query and cache of one layer with those of `expected`, by default the
+    reference, on copies: some peers rotate q in place."""
     source, results = region.calls[0], []
     for run in (layer, expected or get_provider("reference").fused_mla_decode_prep):
         given = source._replace(q=source.q.clone(), k_pe=source.k_pe.clone())

@@ -1,8 +1,5 @@
-"""A peer of the benchmark: cuBLAS's product, and one Triton kernel for the rest of the region.
-
-AITER divides the work so. The rest programs are those of the Triton provider; with an fp8 query
-they also cast the latents.
-"""
+"""A peer of the benchmark: cuBLAS's product, and one Triton kernel for the rest of the region, as
+AITER divides the work. Its programs are the Triton provider's, and cast the latents to fp8."""
 
 import torch
 import triton

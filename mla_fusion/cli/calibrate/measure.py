@@ -2,8 +2,7 @@
 
 The kernels pass their selftest first. The portable decode and the product behind it take turns with
 vLLM's backends, as in `mla-fusion bench decode --values`, and every result is checked against
-float64 before its time counts. The rows go to the file that `mla_fusion.runtime.measured` reads.
-"""
+float64 before its time counts. The rows go to the file that `mla_fusion.runtime.measured` reads."""
 
 import argparse
 import itertools
@@ -109,11 +108,7 @@ def _cases(dtype: torch.dtype, heads: int, queries: int, values: int) -> list[Ca
 
 
 def _of_model(arguments: argparse.Namespace) -> list[Case]:
-    """The steps of a model's layer.
-
-    Raises:
-        UserError: the config is not one of a model that `auto` may decode.
-    """
+    """The steps of a model's layer; a UserError if `auto` may not decode such a model."""
     model = model_config.read(arguments.model)
     layer = model_config.cut(model, 1, arguments.tensor_parallel_size).config
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
@@ -129,8 +124,8 @@ def _of_model(arguments: argparse.Namespace) -> list[Case]:
 
 
 def paced(cases: list[Case]) -> Iterator[Case]:
-    """Each case, and a line of the time left; none of a further number of sequences after LIMIT,
-    since the mean of all its contexts decides."""
+    """Each case, and a line of the time left; after LIMIT none of a further number of sequences, as
+    the mean of all its contexts decides."""
     start, batch = time.monotonic(), 0
     for done, case in enumerate(cases):
         spent = time.monotonic() - start

@@ -12,12 +12,10 @@ from mla_fusion.report import Report
 from mla_fusion.report.reasons import Decline
 
 _NAME = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs (not yet run there)"}
-# Without it vLLM takes none of AITER's kernels.
-_ENVIRONMENT = {"nvidia": "", "amd": "VLLM_ROCM_USE_AITER=1 "}
+_ENVIRONMENT = {"nvidia": "", "amd": "VLLM_ROCM_USE_AITER=1 "}  # for any of AITER's kernels
 _SHOWN = 2  # reasons of a text, in two lines each
 _WEIGHTS = ("*.safetensors", "*.bin")
-# Where the Hub's cache keeps a model.
-_SNAPSHOT = re.compile(r"/models--(.+?)--(.+)/snapshots/[^/]+$")
+_SNAPSHOT = re.compile(r"/models--(.+?)--(.+)/snapshots/[^/]+$")  # in the Hub's cache
 
 
 class Settings(argparse.Namespace):
@@ -33,7 +31,7 @@ class Settings(argparse.Namespace):
         return {"method": method, "num_speculative_tokens": self.speculative_tokens}
 
     def serve(self, draft: bool, predicts: bool) -> list[str]:
-        """The arguments of `vllm serve`, the model first, which a draft head is not; drafts come
+        """The arguments of `vllm serve`, the model first, which a draft head is not. Drafts come
         from the layers with which the model `predicts` them, else from the prompt."""
         name = self._served()
         words = ["MODEL" if draft else name or "MODEL"]

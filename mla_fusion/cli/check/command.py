@@ -1,7 +1,6 @@
 """Reads config.json or params.json; where that does not decide, cuts the model to a few layers with
 random weights and starts a vLLM engine on it with the flag on. Prints whether every MLA layer
-fuses, where, and what to type, or why not. Needs no GPU and no network.
-"""
+fuses, where, and what to type, or why not. Needs no GPU and no network."""
 
 import argparse
 import json
@@ -60,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(settings: Settings) -> Answer:
-    """The answer, from the configuration if it suffices, else from an engine; a UserError if the
-    model or the settings cannot be used."""
+    """The answer, by the configuration or else an engine; a UserError if the input is unusable."""
     cli.require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)

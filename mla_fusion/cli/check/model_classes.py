@@ -1,7 +1,5 @@
-"""What a model's configuration and the source of the installed vLLM decide about fusion.
-
-vLLM is read, not imported: that takes no time, and most attention backends cannot be imported
-without their GPU.
+"""What a model's configuration and the source of the installed vLLM decide about fusion. vLLM is
+read, not imported: that takes no time, and most attention backends need their GPU to be imported.
 """
 
 import functools
@@ -24,8 +22,7 @@ _MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registe
 
 
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
-    """Why no layer can fuse; None if only an engine can say. `model` and `architecture` are those
-    of a `Model`."""
+    """Why no layer of a `Model` can fuse; None if only an engine can say."""
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
     keys = ("kv_lora_rank", "qk_rope_head_dim", "compress_ratios")
     if all(model.get(key) is None for key in keys):
@@ -56,11 +53,8 @@ def is_known(architecture: str) -> bool:
 
 
 def may_build_mla(architecture: str) -> bool:
-    """Whether vLLM's class builds MLA layers, as far as its source says.
-
-    MiniCPM3's does not, although its config has a latent: it expands the latent and runs
-    multi-head attention.
-    """
+    """Whether vLLM's class builds MLA layers, as far as its source says. MiniCPM3's does not,
+    although its config has a latent: it expands that and runs multi-head attention."""
     modules = set(_registry().values())
     seen = [_registry().get(architecture, "")]
     for module in seen:
@@ -88,11 +82,9 @@ def is_draft_head(architecture: str) -> bool:
 
 
 def where_compiled(architecture: str) -> frozenset[str] | None:
-    """The `PLATFORMS` on which vLLM compiles a model class; None if its source does not say.
-
-    A file under vllm/model_executor/models without the decorator may run the class of another
-    file. A package under vllm/models is complete, with a folder for each platform.
-    """
+    """The `PLATFORMS` on which vLLM compiles a model class; None if its source does not say: a file
+    under vllm/model_executor/models without the decorator may run the class of another. A package
+    under vllm/models is complete, with a folder for each platform."""
     module = _registry().get(architecture, "")
     if "." not in module:
         return frozenset(PLATFORMS) if _DECORATOR in _source(module) else None
@@ -125,9 +117,9 @@ def _registry() -> dict[str, str]:
 
 
 def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
-    """The MLA attention backends that take what the fused op writes, of those that vLLM chooses
-    from on one of `PLATFORMS`, sorted. One that pads the query heads of a rank is left out
-    [padded-heads]. `head_size` is kv_lora_rank + qk_rope_head_dim, `cache` as --kv-cache-dtype."""
+    """The MLA attention backends of one of `PLATFORMS` that take what the fused op writes, sorted:
+    none that pads the query heads of a rank [padded-heads]. head_size: kv_lora_rank +
+    qk_rope_head_dim; cache: as --kv-cache-dtype."""
     registry = (_folder("vllm") / _FOLDER / "registry.py").read_text()
     paths = dict(re.findall(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, re.M))
     chosen_from = (_folder("vllm") / "platforms" / PLATFORMS[platform]).read_text()

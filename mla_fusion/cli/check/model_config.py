@@ -1,7 +1,6 @@
 """Read a model's config.json, or Mistral's params.json, and refuse values that no model has; cut a
 config to a few small layers with the same attention. What decides about fusion is kept: class,
-latent, rope and head sizes, heads of a rank, rope scaling, q_lora.
-"""
+latent, rope and head sizes, heads of a rank, rope scaling, q_lora."""
 
 import json
 import math
@@ -78,8 +77,7 @@ class Cut:
 
 
 def read(model: Path) -> Model:
-    """Read a config, a file or its folder. A UserError says that there is no file, that it is none
-    of a model, or that a value is one of no model."""
+    """Read a config, a file or its folder; a UserError if no model has it, or one of its values."""
     files = (model / name for name in ("config.json", "params.json"))
     path = next((file for file in files if file.exists()), model)
     content = _load(path)
@@ -154,8 +152,7 @@ def _refuse_odd(config: dict[str, Any], path: Path) -> None:
 
 
 def cut(model: Model, layers: int, ranks: int) -> Cut:
-    """`model`, cut to `layers` layers with the heads of one of `ranks`; a UserError if a key is
-    missing or the heads do not divide."""
+    """`model`, cut to `layers` layers and the heads of one of `ranks`, or else a UserError."""
     whole = model.config
     layer_key = next((key for key in LAYER_KEYS if whole.get(key) is not None), LAYER_KEYS[0])
     missing = [key for key in (*_REQUIRED, layer_key) if whole.get(key) is None]

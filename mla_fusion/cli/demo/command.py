@@ -1,6 +1,5 @@
 """Builds two small models with random weights, DeepSeek-V2- and V3-shaped, runs a vLLM engine for
-each with the flag off and on, and compares the tokens. Needs no GPU.
-"""
+each with the flag off and on, and compares the tokens. Needs no GPU."""
 
 import argparse
 import json
@@ -23,10 +22,7 @@ NEW_TOKENS = 24
 # only prefill, only decode, short prompts that fall into the decode bucket, and prefill mixed with
 # decode inside the bucket and above it.
 ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
-
-# One for all four engines, made anew by each demo. They share facts about the model class; their
-# graphs have different keys.
-_CACHE = "cache"
+_CACHE = "cache"  # of all four engines, whose graphs have different keys; made anew by each demo
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool:
     """Run the models `names`, write `out`/tokens.json; whether all fused and no token differs. The
-    report of each is in its folder, and that of the last in `out`. A UserError says that an engine
-    failed or a package is missing."""
+    report of each is in its folder, that of the last also in `out`. A UserError if one fails."""
     require("vllm", "safetensors")
     make_folder(out, "--out")
     shutil.rmtree(out / _CACHE, ignore_errors=True)

@@ -1,8 +1,5 @@
-"""Small DeepSeek-V2- and V3-shaped models with random weights, written as vLLM reads them.
-
-The weights have unit gain. With vLLM's dummy weights of about 1e-3 every attention score is nearly
-zero, and a wrong rotation or cache entry would not change a token.
-"""
+"""Small DeepSeek-V2- and V3-shaped models with random weights of unit gain, as vLLM reads them.
+With its dummy weights, of 1e-3, scores are nearly zero: no wrong rotation would change a token."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Probes vLLM, torch, Triton, AITER, the GPU, the plugin and the providers, and names known trouble
-with what it finds. Exit status 0 if fusion can work here, else 1.
-"""
+with what it finds. Exit status 0 if fusion can work here, else 1."""
 
 import argparse
 import csv
@@ -55,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def probe() -> dict[str, Any]:
-    """The environment as plain data; imports vLLM and AITER where they are. The version of a
-    package that is missing or broken is empty, and so is why something does not work, if it does.
-    """
+    """The environment as plain data; imports vLLM and AITER where they are. Empty are the version
+    of a missing or broken package, and why something does not work, if it does."""
     vllm, vllm_error = _import_vllm()
     device, arch = _device()
     is_gpu = vllm_compat.is_gpu() if vllm else torch.cuda.is_available()

@@ -1,6 +1,5 @@
 """Plans one step of the persistent MLA decode and prints work per CTA, utilisation and splits.
-Needs no GPU and no model.
-"""
+Needs no GPU and no model."""
 
 import argparse
 import dataclasses

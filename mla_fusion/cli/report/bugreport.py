@@ -1,7 +1,6 @@
 """Writes one JSON file to send with an issue: the diagnosis of doctor, the latest stored reports,
 and on a GPU the rows of selftest, which takes a minute. Paths, host names and the user's name are
-left out.
-"""
+left out."""
 
 import argparse
 import contextlib

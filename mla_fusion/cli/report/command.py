@@ -1,6 +1,5 @@
 """Prints what fused in the engines of this machine, the latest start first. With an option below,
-shows only the latest.
-"""
+shows only the latest."""
 
 import argparse
 import sys
@@ -94,9 +93,8 @@ def _show(path: Path, arguments: argparse.Namespace) -> None:
 
 
 def find_graphs(folder: Path) -> dict[str, list[Path]]:
-    """{"before" or "after": files at or below `folder`, one for each compiled graph}, which depyf
-    wrote under vLLM's debug_dump_path, or `mla-fusion check --dump` copied; a UserError if there
-    are none."""
+    """{"before" or "after": files at or below `folder`, one for each graph}, of depyf under vLLM's
+    debug_dump_path, or copied by `mla-fusion check --dump`; a UserError if there are none."""
     found = {}
     for stage in ("before", "after"):
         of_depyf = sorted(folder.rglob(f"*.mla_fusion.{stage}.*.py"), key=_place)

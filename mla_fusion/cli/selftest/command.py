@@ -1,6 +1,5 @@
 """Runs every kernel that this GPU can launch against float64 on hostile inputs, in a few minutes.
-Exit status 0 if all are right, 1 if one is wrong or never ends, 2 without a GPU.
-"""
+Exit status 0 if all are right, 1 if one is wrong or never ends, 2 without a GPU."""
 
 import argparse
 import dataclasses

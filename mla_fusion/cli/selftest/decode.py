@@ -1,8 +1,6 @@
-"""The decode kernels, and the epilogue behind one, against float64 attention.
-
-All bytes that no sequence owns are NaN, tails of last pages included, and entries of a block table
-after the end of a sequence name no block. Plans, outputs and partial results are full of NaN too.
-"""
+"""The decode kernels, and the epilogue behind one, against float64 attention. All bytes that no
+sequence owns are NaN, tails of last pages included, and entries of a block table after the end of a
+sequence name no block. Plans, outputs and partial results are full of NaN too."""
 
 import dataclasses
 import importlib
@@ -34,11 +32,7 @@ NEEDED = 12 * 2**30  # bytes that must be free for it
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a decode kernel is compiled for, and how its inputs lie in memory.
-
-    gap: elements between entries, blocks and rows. huge: a cache of more than 2^32 bytes. values:
-    columns of W_UV for a head. batch: sequences; 0: as many as there are hostile lengths.
-    """
+    """What a decode kernel is compiled for, and how its inputs lie in memory."""
 
     heads: int
     queries: int
@@ -47,11 +41,11 @@ class Shape:
     rope: int = 64
     q: torch.dtype = BF16
     kv: torch.dtype = BF16
-    gap: int = 0
-    huge: bool = False
-    values: int = 0
+    gap: int = 0  # elements between entries, blocks and rows
+    huge: bool = False  # a cache of more than 2^32 bytes
+    values: int = 0  # columns of W_UV for a head
     quantization: str = "none"
-    batch: int = 0
+    batch: int = 0  # sequences; 0: as many as there are hostile lengths
 
     @property
     def width(self) -> int:

@@ -1,6 +1,5 @@
 """Every kernel of the library by name: why it cannot run on this GPU, or its check, several at
-once, in a process each: a kernel that never ends or ends the process takes only that with it.
-"""
+once, in a process each: a kernel that never ends or ends the process takes only that with it."""
 
 import dataclasses
 import functools
@@ -60,8 +59,6 @@ EPILOGUES = [
     _behind(128, batch=8),
 ]
 MORE_EPILOGUES = [_behind(64, batch=1, quantization="group"), _behind(16, queries=2, batch=2)]
-
-
 NAMES = [
     "planner",
     *(f"{what} {kind}" for kind in ("bf16", "fp8")
@@ -71,11 +68,7 @@ NAMES = [
 
 
 def check(name: str, thorough: bool) -> Iterator[Outcome]:
-    """The cases of one of `NAMES`.
-
-    Raises:
-        CannotRun: not on this GPU.
-    """
+    """The cases of one of `NAMES`, or CannotRun on this GPU."""
     what, _, of = name.partition(" ")
     repeats = 15 if thorough else 3
     if what == "planner":
@@ -130,15 +123,14 @@ def run(job: Job, progress: TextIO) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Row:
-    """What became of a kernel. skipped: why it cannot run here; wrong: the first wrong case, or
-    how the process ended."""
+    """What became of a kernel."""
 
     kernel: str
     cases: int = 0
     error: float = 0.0
     bound: float = 0.0
-    wrong: str = ""
-    skipped: str = ""
+    wrong: str = ""  # the first wrong case, or how the process ended
+    skipped: str = ""  # why it cannot run here
     seconds: float = 0.0
 
     @property
@@ -166,8 +158,7 @@ class Row:
 
 
 def run_checks(names: Sequence[str], thorough: bool = False) -> list[Row]:
-    """Run the checks of these kernels, and print a line for each as it ends; below the lines, on a
-    terminal, a bar of the kernels that ended."""
+    """Run the checks of these kernels; a line for each that ends, and on a terminal a bar below."""
     free = torch.cuda.mem_get_info()[0]
     jobs = max(1, min(MOST_JOBS, os.cpu_count() or 1, free // MEMORY))
     terminal, number = sys.stderr.isatty(), itertools.count(1)
@@ -189,8 +180,8 @@ def run_checks(names: Sequence[str], thorough: bool = False) -> list[Row]:
 
 
 def watch(name: str, thorough: bool, progress: Callable[[str], None]) -> Row:
-    """Run the check of one kernel to its end, or to that of its process, or until it is silent.
-    progress: called with the kernel at each of its cases."""
+    """Run the check of one kernel until it or its process ends, or is silent. progress: called with
+    the kernel at each of its cases."""
     row, began = Row(name), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         options = {"name": name, "thorough": thorough}

@@ -71,8 +71,7 @@ class Bench(Protocol):
         return Outcome(name, error, self.bound, "; ".join(wrong))
 
     def cases(self, name: str, repeats: int, replays: int) -> Iterator[Outcome]:
-        """A step eagerly, repeated bit by bit, and on a GPU in a graph replayed with other contents
-        each time."""
+        """A step, repeated bit by bit; then others, on a GPU as replays of one captured graph."""
         rng = random.Random(0)
         self.fill(rng, ragged=False)
         self.step()

@@ -58,7 +58,6 @@ def ragged_batch(
     """Query rows and KV tokens of up to `max_batch` sequences, and the most rows of one."""
     longest, batch = rng.randint(1, LONGEST), rng.randint(1, max_batch)
     rows = [rng.choice((longest, 0, rng.randint(0, longest))) for _ in range(batch)]
-
     lengths = {
         "long": lambda: rng.randint(1, 100_000),
         # Few tokens in the last block, which a cut may not leave to a split.

@@ -1,6 +1,5 @@
 """The fused region against its specification, with the product in float64: the query as `judge`
-wants it, for the tests of all providers too, and every byte of the cache equal.
-"""
+wants it, for the tests of all providers too, and every byte of the cache equal."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps
-from mla_fusion.cli.bench.region_cases import Call, Case, build, run
+from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps, storage
+from mla_fusion.cli.bench.region_cases import Case, build, run
 from mla_fusion.cli.selftest.outcome import Outcome, different_bytes
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels import triton as provider
@@ -67,15 +66,15 @@ def check(calls: Mapping[str, Case], device: str = "cuda") -> Iterator[Outcome]:
         yield from replayed(dataclasses.replace(first, tokens=tokens, padded=()))
 
 
-def against(name: str, call: Call) -> Outcome:
+def against(name: str, given: Inputs) -> Outcome:
     """One call against the specification; error: elements and bytes that are wrong."""
-    want = run(reference, call, product=absorb)
-    got, storage = run(provider, call)
-    again, _ = run(provider, call)
-    written = bool(got.view(torch.uint8)[call.inputs.slot_mapping < 0].any())
+    want = run(reference, given, product=absorb)
+    got, cache = run(provider, given)
+    again, _ = run(provider, given)
+    written = bool(got.view(torch.uint8)[given.slot_mapping < 0].any())
     notes = ["padded rows are not zero"] if written else []
     notes += ["two launches differ"] if different_bytes(got, again) else []
-    return Outcome(name, deviating(call.inputs, (got, storage), want), 0, "; ".join(notes))
+    return Outcome(name, deviating(given, (got, cache), want), 0, "; ".join(notes))
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
@@ -86,8 +85,8 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
 
 def replayed(case: Case) -> Iterator[Outcome]:
     """A captured launch, replayed with other inputs in place."""
-    call = build(case, "cuda")
-    given = call.inputs
+    given = build(case, "cuda")
+    raw = storage(given.kv_cache)
     graph = capture_calls(lambda _: provider.fused_mla_decode_prep(given), 1)
     for number in range(3):
         given.q.normal_()
@@ -95,10 +94,10 @@ def replayed(case: Case) -> Iterator[Outcome]:
         given.positions.random_(0, 64)
         slots = torch.randperm(given.kv_cache.shape[0] * case.block_size, device="cuda")
         given.slot_mapping.copy_(slots[: case.tokens])
-        call.storage.fill_(POISON)
-        want = run(reference, call, product=absorb)
+        raw.fill_(POISON)
+        want = run(reference, given, product=absorb)
         graph.replay()
-        wrong = deviating(given, (given.q_out, call.storage), want)
+        wrong = deviating(given, (given.q_out, raw), want)
         yield Outcome(f"{case.tokens} tokens, replay {number}", wrong, 0)
 
 
@@ -119,10 +118,8 @@ def absorb_interval(
     Algorithms, 2nd edition, sections 3.1 and 4.2). Rounding to the activation type is monotonic.
     The two results are nearly always equal or neighbours. Where the products cancel, they are many
     units in the last place of s apart: a limit of one unit would demand one order of summation.
-
     The bound also covers rounded fp32 products. Matrix units that truncate have no such proof and
-    are held to the same interval.
-    """
+    are held to the same interval."""
     q, w = q_nope.double().transpose(0, 1), w_uk_t.double()
     terms = w_uk_t.shape[1] * 2.0**-24
     exact = torch.bmm(q, w).transpose(0, 1)
@@ -131,12 +128,10 @@ def absorb_interval(
 
 
 def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> tuple[int, int]:
-    """Hold a query `got` [T, H, L + R] to the specification; `want` is the reference's. How many
-    elements deviate, and how many of the absorbed half do not, though more than one step off.
-
-    The rotated half must be equal. The absorbed half must be within one step, or within what an
-    fp32 sum in some order gives; in fp8 within one step, and equal in 99.9 % of the elements.
-    """
+    """How many elements of a query `got` [T, H, L + R] deviate from `want`, the reference's, and
+    how many of the absorbed half do not, though over a step off. The rotated half must be equal;
+    the absorbed half within one step, or within what an fp32 sum in some order gives; in fp8 within
+    one step, and equal in 99.9 % of the elements."""
     q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]
     if inputs.q_factor is not None:

@@ -1,8 +1,6 @@
-"""The sparse decode against float64 attention, over every kind of cache.
-
-Entries are made with the keys that they stand for: nothing here reads one. Every entry that no
-token lists is NaN; slots of -1 are anywhere in a row, and columns that do not count name no slot.
-"""
+"""The sparse decode against float64 attention, over every kind of cache. Entries are made with the
+keys that they stand for: nothing here reads one. Every entry that no token lists is NaN; slots of
+-1 are anywhere in a row, and columns that do not count name no slot."""
 
 import dataclasses
 import random
@@ -52,13 +50,12 @@ def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Ten
     float64. In byte caches codes reach the largest, and scales differ by up to 8."""
     layout = variant.layout
     if layout is None:
-        stored = torch.randn(count, variant.latent + WIDE, device=device)
-        fp8 = variant.kv.itemsize == 1
-        stored = stored.to(variant.kv)
-        return [stored.view(torch.uint8)], stored.double() * (SCALE if fp8 else 1.0)
+        stored = torch.randn(count, variant.latent + WIDE, device=device).to(variant.kv)
+        scale = SCALE if variant.kv.itemsize == 1 else 1.0
+        return [stored.view(torch.uint8)], stored.double() * scale
     groups = layout.quantized // layout.group
-    codes = 150 * torch.randn(count, layout.quantized, device=device)
-    codes = codes.clamp(-448, 448).to(variant.kv)
+    numbers = 150 * torch.randn(count, layout.quantized, device=device)
+    codes = numbers.clamp(-448, 448).to(variant.kv)
     rotated = torch.randn(count, WIDE, device=device).to(BF16)
     exponents = torch.randint(-9, -6, (count, groups), device=device)
     data, wide = codes.view(torch.uint8), rotated.view(torch.uint8)
