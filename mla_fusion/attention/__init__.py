@@ -38,9 +38,12 @@ class PersistentDecodePlan(PlanBuffers):
 
     @classmethod
     def allocate(cls, **arguments: Any) -> Self:
-        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string. Raises
-        ValueError for one out of range, or if AITER was asked for and has no kernel, and
-        ProviderUnavailable if AITER is not here."""
+        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string.
+
+        Raises:
+            ValueError: an argument is out of range, or AITER was asked for and has no kernel.
+            ProviderUnavailable: AITER was asked for and is not here.
+        """
         settings = Settings(**arguments)
         module: Any = planner_aiter if settings.planner == "aiter" else planner
         if module is planner and settings.device.type != "cpu":
@@ -52,16 +55,22 @@ class PersistentDecodePlan(PlanBuffers):
         self, *, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int,
         max_query_len: int,
     ) -> None:  # fmt: skip
-        """Plan one step, in place: no host sync, the same addresses. The portable planner is one
-        kernel on a GPU and allocates nothing: a captured refresh replays with the lengths that the
-        tensors hold then. ValueError: the step exceeds the plan, or a tensor is not as here.
+        """Plan one step, in place: no host sync, the same addresses.
 
-        qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing. Sequences
-            without rows are padding.
-        seq_lens: [batch] int32, KV tokens of each sequence, its new ones included; on a CPU
-            2^31 - 1 together, at most.
-        num_tokens: query rows of the step, with padding: the first dimension of the query.
-        max_query_len: most query rows of a sequence in this step."""
+        The portable planner is one kernel on a GPU and allocates nothing: a captured refresh
+        replays with the lengths that `qo_indptr` and `seq_lens` hold then.
+
+        Args:
+            qo_indptr: [batch + 1] int32 (vLLM's query_start_loc), from 0, not decreasing.
+                Sequences without rows are padding.
+            seq_lens: [batch] int32, KV tokens of each sequence, its new ones included; on a CPU
+                2^31 - 1 together, at most.
+            num_tokens: query rows of the step, with padding: the first dimension of the query.
+            max_query_len: most query rows of a sequence in this step.
+
+        Raises:
+            ValueError: the step is larger than the plan, or a tensor is not as above.
+        """
         settings, batch = self.settings, seq_lens.shape[0]
         most, longest = settings.max_batch, settings.max_query_len
         given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}

@@ -44,11 +44,17 @@ class SparseScratch:
 
     def refresh(self, num_tokens: int, lengths: Sequence[torch.Tensor | None]) -> None:
         """Plan one step, in place, without allocation or host sync; once a step, for all layers.
+
         Captured in a CUDA graph, a replay reads the lengths that the tensors hold then.
 
-        num_tokens: query rows of the step; ValueError if the scratch holds fewer.
-        lengths: for each scope [num_tokens] int32, how many columns of each row count, at most its
-            width; slots from there on are not read. None: all of them. ValueError for others."""
+        Args:
+            num_tokens: query rows of the step.
+            lengths: for each scope [num_tokens] int32, how many columns of each row count, at
+                most its width; slots from there on are not read. None: all of them.
+
+        Raises:
+            ValueError: more tokens than the scratch holds, or lengths that are not as above.
+        """
         most, scopes = self.plan.settings.max_batch, len(self.widths)
         want = f"1 to {most}: make the scratch for the largest step"
         check("num_tokens", 1 <= num_tokens <= most, want, num_tokens)
@@ -73,11 +79,14 @@ def sparse_scratch(
     kv_dtype: torch.dtype, device: torch.device | str, layout: layouts.CacheLayout | None = None,
     ctas: int | None = None, v_head_dim: int = 512,
 ) -> SparseScratch:  # fmt: skip
-    """A new scratch for steps of up to `max_tokens` tokens, for whose `widths` see the class.
+    """A new scratch for steps of up to `max_tokens` tokens.
 
-    kv_dtype: of the caches; of the e4m3 values where they are of bytes.
-    layout: of caches of bytes. The plan suits the kernel that reads them.
-    Others, and errors, as `PersistentDecodePlan.allocate` has them."""
+    Args:
+        widths: most columns of the index rows of one or two scopes.
+        kv_dtype: of the caches; of the e4m3 values where they are of bytes.
+        layout: of caches of bytes. The plan suits the kernel that reads them.
+        Others, and errors, as `PersistentDecodePlan.allocate` has them.
+    """
     ok = len(widths) in (1, 2) and min(widths) >= 1
     check("widths", ok, "those of one or two scopes", widths)
     settings = provider.sparse_settings(num_heads, len(widths), layout, torch.device(device))
@@ -107,16 +116,20 @@ def sparse_mla_decode(
 
     without the last term if there is no sink. A row without keys is zero, with an LSE of -inf.
 
-    scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense in its
-        last dimension; each table [T, width] int32 lists slots, block * page_size + entry, or -1
-        for none, anywhere in the row. A table may be narrower than the scratch if the refresh was
-        given lengths. With a `CacheLayout`, the same for both scopes, the query is bf16 and a cache
-        uint8 [blocks, page_size, layout.bytes]. A key is then as `plan/layouts.py` has it: value *
-        scale in fp32, rounded to bf16 for both products.
-    scratch: refreshed for this step.
-    sink: [H] fp32, one more score for each head, of a key whose value is zero; not in the LSE.
-    Others, results and errors as `persistent_mla_decode` has them, but a layout has no kv_scale:
-        its entries have scales of their own."""
+    Args:
+        scopes: one or two. Each cache [blocks, page_size, L + R] is of the scratch's type, dense
+            in its last dimension; each table [T, width] int32 lists slots, block * page_size
+            + entry, or -1 for none, anywhere in the row. A table may be narrower than the scratch
+            if the refresh was given lengths. With a `CacheLayout`, the same for both scopes, the
+            query is bf16 and a cache uint8 [blocks, page_size, layout.bytes]. A key is then
+            [latent | rope] after dequantization: value * scale in fp32, rounded to bf16 for both
+            products. L is `layout.latent` = 512; `FP8_DS_MLA` has 64 rotated columns beside it,
+            `FP8_DS_MLA_V4` has them as the last 64 of it.
+        scratch: refreshed for this step.
+        sink: [H] fp32, one more score for each head, of a key whose value is zero; not in the LSE.
+        Others, results and errors as `persistent_mla_decode` has them, but a layout has no
+            kv_scale: its entries have scales of their own.
+    """
     provider.require()
     latent = scratch.plan.settings.v_head_dim
     if out is None:

@@ -69,17 +69,22 @@ class Rules:
 class Settings:
     """The arguments of `PersistentDecodePlan.allocate`.
 
-    max_batch, max_query_len: most sequences, and query rows of each.
-    num_heads, v_head_dim: heads of this rank; width of the output, kv_lora_rank.
-    ctas: by default as many as the device has SMs.
-    heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
-    max_split_per_batch: -1, or a shared budget of so many splits for each sequence and head block.
-    max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
-        token at a fixed address; without it the first decode of a step allocates them.
-    kv_granularity: tokens of a block, at whose multiples sequences are cut; AITER: a power of two.
-    overhead: fixed cost of a work item, in blocks; by default 16.
-    half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
-    planner: "portable", for the kernels of this library, or "aiter", for AITER's."""
+    Attributes:
+        max_batch, max_query_len: most sequences, and query rows of each.
+        num_heads: of this rank.
+        ctas: by default as many as the device has SMs.
+        heads_per_work: heads of a work item, a multiple of 16; by default as `heads.layout`.
+        max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
+            block), shared by all of them.
+        max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
+            token at a fixed address; without it the first decode of a step allocates them.
+        kv_granularity: tokens of a block: sequences are cut at multiples of it. AITER's planner
+            takes a power of two.
+        overhead: fixed cost of a work item, in blocks; by default 16.
+        half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
+        v_head_dim: width of the output, kv_lora_rank.
+        planner: "portable", for the kernels of this library, or "aiter", for AITER's.
+    """
 
     max_batch: int
     max_query_len: int

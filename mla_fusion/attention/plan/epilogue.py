@@ -37,10 +37,13 @@ class Epilogue:
 
     With ue8m0 such a scale is the least power of two that is not below it, nor below 1e-10.
 
-    w_uv: [H, L, V], bf16 or fp16, dense in L or in V.
-    out: [T, H * V], dense in its last dimension; w_uv's type, or fp8 (e4m3) with a scale.
-    scale: fp32. None: not quantized. [1]: given, per tensor. [T, H * V / 128], any strides:
-        written, one for a token and group."""
+    Attributes:
+        w_uv: [H, L, V], bf16 or fp16, dense in L or in V.
+        out: [T, H * V], dense in its last dimension; w_uv's type, or fp8 (e4m3) with a scale.
+        scale: fp32. None: not quantized. [1]: given, per tensor. [T, H * V / 128], any strides:
+            written, one for a token and group.
+        ue8m0: whether the scales of groups are rounded.
+    """
 
     w_uv: torch.Tensor
     out: torch.Tensor
