@@ -143,21 +143,23 @@ from mla_fusion.attention.hopper import fits  # noqa: E402
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel  # noqa: E402
 
 
-def test_a_warm_up_runs_every_launch():
+@pytest.mark.parametrize(("heads", "most"), [(64, 40), (20, 80)])
+def test_a_warm_up_runs_every_launch(heads, most):
     """Each that a step of up to 3 query rows a sequence makes, each reduction and product."""
-    plan = plan_for(max_batch=40, max_query_len=3, num_heads=64, ctas=132)
+    plan = plan_for(max_batch=most, max_query_len=3, num_heads=heads, ctas=132)
 
     def launches(rows, batches):
         """What follows the decode of so many sequences of `rows` query rows."""
         for batch in batches:
-            yield reduce_kernel.reduction(batch * plan.layout.fold, 64 * 3)
-            size = fits.product_size(batch * rows, 64, 128)
-            for most in (fits.PRODUCT_SIZE, 2 * fits.PRODUCT_SIZE):
-                yield most, "torch" if size > most else fits.product_rows(batch * rows)
+            tiles, of_work = batch * plan.layout.fold, 3 * plan.layout.per_work
+            yield reduce_kernel.reduction(tiles, of_work)
+            size = fits.product_size(batch * rows, heads, 128)
+            for limit in (fits.PRODUCT_SIZE, 2 * fits.PRODUCT_SIZE):
+                yield limit, "torch" if size > limit else fits.product_rows(batch * rows)
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):
-        assert set(launches(rows, batches)) == set(launches(rows, range(1, 41)))
+        assert set(launches(rows, batches)) == set(launches(rows, range(1, most + 1)))
     quantized = {8, 16, 32, 64, "torch"}
     assert {*launches(3, batches)} >= {(2 * fits.PRODUCT_SIZE, each) for each in quantized}
 
