@@ -13,8 +13,8 @@ MAX_BYTES = 32 * 2**20  # a config has some kilobytes, a report less than one fo
 _MAX_DEPTH = 64  # of lists and objects in each other; a report has less than ten
 
 
-def read_bounded(path: Path) -> bytes:
-    """Content of a regular file of at most `MAX_BYTES`.
+def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Content of a regular file of at most `most` bytes.
 
     Raises OSError, which names the file, if it cannot be read, is no regular file or is larger. The
     file is checked once it is open, so that no other can take its place in between."""
@@ -33,12 +33,12 @@ def read_bounded(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise special
         with open(opened, "rb", closefd=False) as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(most + 1)
     finally:
         os.close(opened)
-    if len(content) > MAX_BYTES:
+    if len(content) > most:
         size = max(status.st_size, len(content))  # it may have grown, and /proc says 0
-        why = f"it has {size:,} bytes, more than {MAX_BYTES >> 20} MiB ({MAX_BYTES:,} bytes)"
+        why = f"it has {size:,} bytes, more than {most >> 20} MiB ({most:,} bytes)"
         raise OSError(errno.EFBIG, why, str(path))
     return content
 

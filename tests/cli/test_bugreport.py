@@ -44,6 +44,8 @@ def written(tmp_path, monkeypatch):
     (report.folder(home) / "b.json").write_text("{")
     os.utime(report.folder(home) / "b.json", (1, 1))  # the older one
     (report.folder(home) / "c.json").symlink_to("nowhere")
+    (report.folder(home) / "d.json").write_bytes(bytes(2**20 + 1))
+    os.utime(report.folder(home) / "d.json", (0, 0))
 
     def write():
         assert cli.main(["bugreport", str(tmp_path / "out.json")]) == 0
@@ -57,9 +59,9 @@ def test_no_path_and_no_name_is_left(written):
     text, data = written()
     assert not [secret for secret in SECRETS if secret in text]
     assert "vllm-project/vllm#45798, 448/584" in data["doctor"]["plugin"]
-    first, second = data["reports"]
+    first, second, third = data["reports"]
     assert first["ranges"][0]["fused"] == 1 and "[shape]" not in text and '"shape"' in text
-    assert second.startswith("cannot be read: ")
+    assert second.startswith("cannot be read: ") and "1,048,577 bytes, more than 1 MiB" in third
     assert "torch sees none here" in data["selftest"]
     assert {"works", "torch", "problems", "issues"} <= data["doctor"].keys()
 
@@ -74,8 +76,8 @@ def test_a_user_who_is_called_like_a_key_loses_none(user, written, monkeypatch):
     assert vllm_compat.versions().keys() <= bugreport.KEYS
 
 
-PART = st.text(string.ascii_letters + "äß漢_-.,'()[]&+ ", min_size=1, max_size=12)
-FOLDER = st.builds(lambda part: f"Zq{part}qZ", PART)  # found again in what is left
+PART = st.text(string.ascii_letters + "äß漢_-.,()[]&+ ", min_size=1, max_size=12)
+FOLDER = st.builds("Zq{}qZ".format, PART | st.just("O'Brien"))  # found again in what is left
 PATH = st.builds(
     lambda root, folders: root + "/".join(folders),
     st.sampled_from(

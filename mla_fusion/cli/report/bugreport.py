@@ -19,7 +19,7 @@ from mla_fusion.files import each_text, read_bounded
 from mla_fusion.report import QUANTIZATIONS, LayerGraph, RangeReport, Report, stored_reports
 from mla_fusion.report.reasons import REASONS
 
-_NEWEST = 4  # stored reports
+_NEWEST, _MOST_BYTES = 4, 2**20  # stored reports, and the size of one, which has kilobytes
 # Keys of objects in a stored report; a user may be called like one.
 KEYS = {each.name for of in (Report, RangeReport, LayerGraph) for each in fields(of)}
 KEYS |= {"detail", *REASONS, "none", *QUANTIZATIONS, "mla-fusion", "vLLM", "torch", "device"}
@@ -63,7 +63,7 @@ def _reports(redact: Redactor) -> list[Any]:
     found = []
     for path in stored_reports(cache_root())[:_NEWEST]:
         try:
-            found.append(each_text(json.loads(read_bounded(path)), redact, key))
+            found.append(each_text(json.loads(read_bounded(path, _MOST_BYTES)), redact, key))
         except (OSError, ValueError, RecursionError) as error:
             found.append(redact(f"cannot be read: {error}"))
     return found

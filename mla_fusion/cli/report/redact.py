@@ -1,8 +1,9 @@
 """Texts without paths, addresses, and the names of hosts and of the user.
 
 A path may hold blanks and commas, so nothing tells where it ends in a sentence. A text is split
-into clauses, at quotes, line ends, semicolons and colons before a blank; a path takes the rest of
-its clause with it, and a relative one, whose first folder may hold blanks too, all of it."""
+into clauses, at line ends and at semicolons and colons before a blank; a path takes the rest of its
+clause with it, and a relative one, whose first folder may hold blanks too, all of it. A path in
+quotes takes what is between them."""
 
 import contextlib
 import getpass
@@ -16,13 +17,13 @@ from pathlib import Path
 
 Redactor = Callable[[str], str]
 _LONGEST = 20_000  # characters of a text that is kept
-_QUOTE = r"(?<!\w)['\"`]|['\"`](?!\w)"  # no apostrophe
-_CLAUSES = re.compile(rf"(\n|; |: |{_QUOTE})")
+_CLAUSES = re.compile(r"(\n|; |: )")
+# A quote inside a word is an apostrophe.
 _QUOTED = re.compile(r"(?<!\w)(['\"`])((?:(?!\1)[^\n]|(?<=\w)\1(?=\w))+)\1(?!\w)")
 _PATH = re.compile(r"[/\\]|%2[Ff]|%5[Cc]|(?<!\w)~\w")
 # What may stand before the first slash of a path whose beginning is known.
 _BEGINNING = re.compile(
-    r"(?:^|(?<=[\s=(\[{<,|]))(?:~[\w.-]*|\.{1,2}|[A-Za-z]:|[A-Za-z][\w+.-]*:(?=$))?$"
+    r"(?:^|(?<=[\s=(\[{<,|'\"`]))(?:~[\w.-]*|\.{1,2}|[A-Za-z]:|[A-Za-z][\w+.-]*:(?=$))?$"
 )
 # No paths: a public thread such as vllm-project/vllm#45798, and a fraction.
 _KEPT = re.compile(
@@ -76,8 +77,7 @@ def redactor() -> Redactor:
         if len(text) > _LONGEST:
             return f"<{len(text)} characters>"
         text = known_folders.sub("/", text)  # which may hold quotes and colons
-        text = _QUOTED.sub(_quoted, text)
-        text = "".join(map(_clause, _CLAUSES.split(text)))
+        text = _without_paths(text)
         text = _ADDRESSES.sub("<host>", text)
         text = _NUMBERED.sub(_numbered, text)
         return known_users.sub("<user>", known_hosts.sub("<host>", text))
@@ -95,10 +95,15 @@ def _path(text: str) -> re.Match[str] | None:
     return _PATH.search(_KEPT.sub(lambda found: "." * len(found[0]), text))
 
 
+def _without_paths(text: str) -> str:
+    return "".join(map(_clause, _CLAUSES.split(_QUOTED.sub(_quoted, text))))
+
+
 def _quoted(found: re.Match[str]) -> str:
-    """A path in quotes, whole; a sentence that quotes names of its own is left to `_clause`."""
-    is_path = _path(found[2]) and not re.search(_QUOTE, found[2])
-    return f"{found[1]}<path>{found[1]}" if is_path else found[0]
+    """A path in quotes goes whole. A sentence in quotes may have quotes of its own."""
+    quote, body = found[1], found[2]
+    is_path = _path(body) and not _QUOTED.search(body)
+    return quote + ("<path>" if is_path else _without_paths(body)) + quote
 
 
 def _clause(text: str) -> str:
