@@ -1,4 +1,5 @@
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -166,6 +167,23 @@ def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, vllm_logge
     wanted = "portable with 16 to 256 sequences, FLASH_ATTN_MLA else"
     assert choice.why == f"{wanted} (auto: as measured, {path})"
     assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
+
+
+@pytest.mark.timeout(30)
+def test_the_hash_of_graphs_reads_files_of_a_bounded_size(plant, vllm_loggers, caplog):
+    """An engine's start takes it: a pipe among calibrate's tables ended none, and never began."""
+    path = plant(file_of([GOOD]))
+    os.mkfifo(path.with_name("pipe.json"))
+    path.with_name("link.json").symlink_to("nowhere")
+    with path.with_name("large.json").open("wb") as file:
+        file.truncate(2**40)
+    compiled = identity.graphs_hash()
+    plant(file_of([[*GOOD[:-1], 2.0]]))
+    assert identity.graphs_hash() != compiled
+    path.unlink()
+    path.with_name("large.json").rename(path)
+    assert not measured.read(path, H200)
+    assert f"{path} is damaged" in caplog.text and "more than 32 MiB" in caplog.text
 
 
 def test_a_triton_with_which_calibrate_passed_keeps_the_kernels(plant, monkeypatch):

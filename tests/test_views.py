@@ -1,10 +1,13 @@
 """The views of a stored report: text, drawing and page."""
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mla_fusion import cli, report
 from mla_fusion.report import LayerGraph, Node, views
@@ -81,6 +84,15 @@ def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input():
     for shown in tree.iterfind(".//s:g[@class]/s:text", space):
         characters = len("".join(shown.itertext()))
         assert float(shown.get("x", "")) + characters * 6.15 <= views.PANEL_WIDTH
+
+
+@given(st.text(st.one_of(st.characters(), st.characters(categories=["Cc", "Cs", "Cn"]))))
+def test_a_drawing_and_a_page_are_xml_whatever_a_graph_holds(odd):
+    layer = LayerGraph([Node(odd, odd, [odd], odd)], [Node("f", OWN, [], odd)])
+    made = dataclasses.replace(stored(layer), model=odd, provider=odd, versions={odd: odd})
+    for content in (views.drawing(layer), views.page(made)):
+        content.encode()
+        parsed(content)
 
 
 def parsed(content):

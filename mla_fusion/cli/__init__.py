@@ -5,17 +5,21 @@ adds its arguments, and `run(arguments)`, which returns the exit status: 0 for s
 tokens equal), else 1; 2 after a `UserError`. Only the requested command is imported."""
 
 import argparse
+import contextlib
 import difflib
+import errno
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mla_fusion import __version__
+from mla_fusion.files import printable
 
 _COMMANDS = {
     "doctor": "say whether fusion can work in this environment",
@@ -57,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except UserError as error:
-        print(f"mla-fusion {arguments.command}: {error}", file=sys.stderr)
+        said = "\n".join(map(printable, str(error).split("\n")))  # names of files may be anything
+        print(f"mla-fusion {arguments.command}: {said}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader of a pipe has gone, as `head` does. Python would report it again at exit.
@@ -146,11 +151,47 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def write(path: Path, text: str, option: str = "") -> None:
-    """Write a file that the user named, by `option`; a UserError if it cannot be written."""
+    """Write a file that the user named, by `option`; a UserError if it cannot be written. A file
+    that is there is replaced in one step: after an error it has its old content."""
+    with _part(path, option) as (part, target):
+        part.write_text(text, encoding="utf-8")
+        if part != target:
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
+
+
+def require_writable(path: Path) -> None:
+    """A UserError, before any work, if `write` would raise it now. The file stays as it is."""
+    with _part(path):
+        pass
+
+
+@contextlib.contextmanager
+def _part(path: Path, option: str = "") -> Iterator[tuple[Path, Path]]:
+    """(an empty file beside the target, the target), which are one for a device or a pipe. An
+    OSError, also of the body, becomes a UserError."""
+    part = None
     try:
-        path.write_text(text, encoding="utf-8")
+        target = Path(os.path.realpath(path))  # a link stays one
+        for number, found in (
+            (errno.ELOOP, target.is_symlink()),
+            (errno.EISDIR, target.is_dir()),
+            (errno.EACCES, target.exists() and not os.access(target, os.W_OK)),
+        ):
+            if found:
+                raise OSError(number, os.strerror(number))
+        if target.exists() and not target.is_file():
+            yield target, target
+        else:
+            part = target.with_name(f".mla-fusion-{os.getpid()}.part")
+            part.touch()
+            yield part, target
     except OSError as error:
         raise UserError(f"cannot write {option}{path}: {error.strerror}") from None
+    finally:
+        if part:
+            part.unlink(missing_ok=True)
 
 
 def require_gpu() -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mla_fusion.config import vllm_compat
+from mla_fusion.files import read_bounded
 
 # A checkout has the latter two beside the first, an installation inside it.
 _PACKAGES = ("mla_fusion", "mla_fusion.passes", "mla_fusion.patterns")
@@ -27,7 +28,7 @@ def graphs_hash() -> str:
     files, tables = sorted(vllm_compat.tables_folder().glob("*.json")), hashlib.sha256()
     for path in files:
         with contextlib.suppress(OSError):  # attention=auto warns of it, and goes by the shipped
-            tables.update(path.read_bytes())
+            tables.update(read_bounded(path))
     return f"{source_hash()}-{tables.hexdigest()[:12]}" if files else source_hash()
 
 

@@ -4,6 +4,7 @@ The passes add one `RangeReport` per compiled graph. `take` makes a `Report` of 
 `merge` joins those of all workers. `store` keeps it under vLLM's cache root, so that a start from a
 warm compile cache, in which no pass runs, finds it by `find`; `publish` logs it."""
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mla_fusion import logger
+from mla_fusion.files import read_bounded
 from mla_fusion.ops import Variant
-from mla_fusion.report.files import read_bounded
 from mla_fusion.report.reasons import Decline
 
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
 FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
-_KINDS = {
+QUANTIZATIONS = {
     "group": "in groups of 128",
     "group_ue8m0": "in groups of 128, scales powers of two,",
     "tensor": "by one given scale",
@@ -134,9 +135,9 @@ class Report:
             out += [f"    {n} declined: {d.explain()}" for d, n in r.declined.items()]
             if self.epilogue:  # else vLLM's backend decodes
                 out += [
-                    f"    {n} outputs quantized {_KINDS[kind]} by the attention op"
+                    f"    {n} outputs quantized {QUANTIZATIONS[kind]} by the attention op"
                     for kind, n in r.outputs.items()
-                    if n and kind in _KINDS
+                    if n and kind in QUANTIZATIONS
                 ]
                 out += [
                     f"    {n} outputs not quantized by the attention op: {d.explain()}"
@@ -208,11 +209,9 @@ def _codes(found: RangeReport) -> list[str]:
 
 
 def load(path: Path) -> Report:
-    """The report stored at `path`; a ValueError if it is none, or another release stored it."""
-    try:
-        text = read_bounded(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a stored report: {error}") from None
+    """The report stored at `path`, every text in it printable. Raises OSError if the file cannot be
+    read, and ValueError if it is no report or another release stored it."""
+    text = read_bounded(path)
     # Imported here: the plugin is loaded before vLLM needs pydantic.
     from mla_fusion.report import schema
 
@@ -235,8 +234,11 @@ def folder(cache_root: Path) -> Path:
 
 def stored_reports(cache_root: Path) -> list[Path]:
     """The reports stored under a vLLM cache root, or copied by `check --dump`, newest first."""
-    found = [*folder(cache_root).glob("*.json"), *cache_root.glob("report.json")]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    modified = {}
+    for path in (*folder(cache_root).glob("*.json"), *cache_root.glob("report.json")):
+        with contextlib.suppress(OSError):  # a link that leads nowhere, or a file just deleted
+            modified[path] = path.stat().st_mtime
+    return sorted(modified, key=modified.__getitem__, reverse=True)
 
 
 def store(path: Path, report: Report) -> None:

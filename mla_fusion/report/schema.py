@@ -1,9 +1,11 @@
 """The stored format of a report, by pydantic: all fields of its dataclasses, in narrower types."""
 
+import json
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
+from mla_fusion.files import each_text, printable
 from mla_fusion.report.reasons import REASONS, Decline
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -43,9 +45,13 @@ def parse(text: bytes, name: str, report: Any, of_range: Any) -> Any:
     each: Any = _stored(of_range)
     version: Any = Literal[report.version]
     ranks = Annotated[_Count, Field(ge=1)]
+    of = _stored(report, ranges=list[each], ranks=ranks, version=version)
     try:
-        of = _stored(report, ranges=list[each], ranks=ranks, version=version)
-        return TypeAdapter(of).validate_json(text)
+        plain = json.dumps(each_text(json.loads(text), printable, printable))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not a stored report: {str(error)[:120]}") from None
+    try:
+        return TypeAdapter(of).validate_json(plain)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         if ("literal_error", ("version",)) in ((e["type"], e["loc"]) for e in errors):

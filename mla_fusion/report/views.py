@@ -1,12 +1,13 @@
 """A report as a page that loads nothing, and its layer before and after, as text and as a drawing
 with a row for each op and arcs for what it reads."""
 
+import html
 from collections.abc import Sequence
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from mla_fusion.files import printable
 from mla_fusion.ops import NAMESPACE
 from mla_fusion.report import LayerGraph, Node, Report
 
@@ -73,6 +74,11 @@ def _line(row: Row) -> str:
     if row.mark == FUSED or row.node.result:
         line += f" -> {row.node.result or 'nothing'}"
     return line
+
+
+def escape(text: str) -> str:
+    """`text` in XML, which has no way to write most control characters."""
+    return html.escape(printable(text))
 
 
 def drawing(layer: LayerGraph) -> str:

@@ -26,7 +26,7 @@ from mla_fusion import logger
 from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
-from mla_fusion.report.files import read_bounded
+from mla_fusion.files import read_bounded
 
 FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry

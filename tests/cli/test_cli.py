@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, report
+from mla_fusion import cli, files, report
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import command as demo
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.config import vllm_compat
+from mla_fusion.report import LayerGraph, Node
 from mla_fusion.report.reasons import Decline
 
 
@@ -173,7 +174,63 @@ def test_what_is_read_is_a_file_of_a_bounded_size(kind, command, tmp_path, capsy
     path = unreadable(kind, tmp_path / "a")
     said = fail(capsys, command, path)
     assert str(path) in said
-    assert ("more than 32 MiB" if kind == "10 GiB" else "a device, a pipe or a socket") in said
+    size = "10,737,418,240 bytes, more than 32 MiB"
+    assert (size if kind == "10 GiB" else "a device, a pipe or a socket") in said
+
+
+@pytest.mark.timeout(20)
+def test_the_bound_holds_for_a_file_that_changes_after_it_was_opened(tmp_path, monkeypatch):
+    path, opened = tmp_path / "a", os.open
+
+    def swap(name, flags):
+        """What a check before the opening has seen is no longer there."""
+        path.unlink()
+        os.mkfifo(path)
+        return opened(name, flags)
+
+    path.write_text("a")
+    monkeypatch.setattr(os, "open", swap)
+    with pytest.raises(OSError, match="pipe"):
+        files.read_bounded(path)
+    with pytest.raises(OSError, match="more than 32 MiB"):  # its size is 0
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "fstat", lambda _: os.stat(__file__))
+        files.read_bounded(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    "odd", ["\x1b[2J", "\x07", "\x9b31m", "\u202e", "\u2066", "\x7f", "\r", "\udc9b"]
+)
+def test_no_terminal_obeys_a_stored_report(odd, tmp_path, capsys, caplog):
+    """In every text of it, in its graph, and in names of files."""
+    bad = f"a{odd}b"
+    layer = LayerGraph([Node("x", bad, [bad], bad)], [Node(bad, "mla_fusion::f", [bad], bad)])
+    ranges = [report.RangeReport((1, 8), 2, 1, {Decline("shape", bad): 1}, layer)]
+    made = report.Report(bad, 8, ranges, bad, {bad: bad}, differing=[bad], epilogue=bad)
+    path = tmp_path / f"report{odd}.json"
+    report.store(path, made)
+    (tmp_path / "report.json").write_bytes(path.read_bytes())
+    for stage in ("before", "after"):
+        (tmp_path / f"tokens_{odd}.{stage}.py").write_text(bad, errors="surrogatepass")
+    drawn = [tmp_path / "x.svg", tmp_path / "x.html"]
+    options = ["--graph", "--python", "--svg", str(drawn[0]), "--html", str(drawn[1])]
+    for argv in ([path], [tmp_path], [tmp_path, *options], [path, "--python"], [f"{path}{odd}"]):
+        cli.main(["report", *map(str, argv)])
+    report.publish(report.find(path), "V3", cached=True)
+    said = "".join([*capsys.readouterr(), *(r.getMessage() for r in caplog.records)])
+    said += "".join(each.read_text() for each in drawn)
+    assert "[shape]" in said and odd not in said and said.replace("\n", "").isprintable()
+    assert said.count(ascii(odd)[1:-1]) > 12
+
+
+def test_a_link_that_leads_nowhere_is_no_report(tmp_path, capsys):
+    path = store(tmp_path, "a.json", fused=2)
+    for name in ("b.json", "loop.json"):
+        path.with_name(name).symlink_to("nowhere" if name == "b.json" else name)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert str(path) in capsys.readouterr().out
+    path.unlink()
+    assert "start vLLM once" in fail(capsys, "report", tmp_path)
 
 
 def test_layers_that_are_in_no_graph_are_reported():

@@ -26,6 +26,7 @@ from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import NAMES, run_checks
 from mla_fusion.config import vllm_compat
+from mla_fusion.files import read_bounded
 from mla_fusion.runtime import measured
 
 CONTEXTS = 1024, 8192, 65536
@@ -145,7 +146,7 @@ def store(path: Path, new: dict[str, Any], kernels: str) -> None:
     shapes = new["shapes"]
     if measured.read(path, new["gpu"], kernels):
         names = [*map(name, shapes)]
-        old = json.loads(path.read_bytes())["shapes"]
+        old = json.loads(read_bounded(path))["shapes"]
         shapes = [shape for shape in old if name(shape) not in names] + shapes
     # In one step: an engine may be reading it.
     half = path.with_suffix(".part")

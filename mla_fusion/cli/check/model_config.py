@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.cli import UserError, short
-from mla_fusion.report.files import read_bounded
+from mla_fusion.files import read_bounded
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
 _LONGEST_NAME = 80  # of a class or a type
@@ -110,7 +110,8 @@ def _load(path: Path) -> dict[str, Any]:
             "Face model (its config.json is enough)"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        why = getattr(error, "strerror", None) or error  # an OSError names the path too
+        raise UserError(f"cannot read {path}: {why}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} describes no model: it holds no JSON object")
     return content

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from mla_fusion.cli import UserError, option, require, write
+from mla_fusion.files import printable, read_bounded
 from mla_fusion.report import Report, load, stored_reports, views
 
 _NEWEST = 8  # reports that are printed; an engine stores one for each rank
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.python:
         for stage, files in find_graphs(root).items():
             for file in files:
-                print(f"# {stage}: {file}\n{file.read_text()}")
+                print(printable(f"# {stage}: {file}"))
+                print(*map(printable, _read(file).splitlines()), sep="\n")
         if not asked:
             return 0
     paths = [root] if arguments.path and not root.is_dir() else stored_reports(root)
@@ -50,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     for index, path in enumerate(paths[:_NEWEST]):
         lines = _load(path).lines()
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-        print("\n" if index else "", f"{when}  {path}\n", "\n".join(lines), sep="")
+        print("\n" if index else "", printable(f"{when}  {path}"), sep="")
+        print("\n".join(lines))
     if len(paths) > _NEWEST:
-        print(f"\n{len(paths) - _NEWEST} older ones in {paths[0].parent}")
+        print(f"\n{len(paths) - _NEWEST} older ones in {printable(str(paths[0].parent))}")
     return 0
 
 
@@ -62,6 +65,13 @@ def cache_root() -> Path:
     from mla_fusion.config import vllm_compat
 
     return vllm_compat.cache_root()
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_bounded(path).decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _load(path: Path) -> Report:
