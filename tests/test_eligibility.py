@@ -41,6 +41,12 @@ def test_a_cache_follows_the_activations_or_is_fp8(provider, activation, stored)
     assert declined(layer(kv_cache_dtype=stored), provider, activation) == expected
 
 
+def test_passes_without_the_plugin_keep_batch_invariance(monkeypatch):
+    assert not declined(layer(), "triton", BF16)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert declined(layer(), "triton", BF16) == "batch-invariant "
+
+
 @pytest.mark.parametrize("major, minor", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
 def test_fp8_needs_a_gpu_for_which_triton_compiles_it(major, minor, monkeypatch):
     """Also in a call of the kernels; Triton's CompilationError would be all else that is said."""

@@ -160,6 +160,17 @@ def test_a_rank_that_differs_is_named(log):
     assert merged.lines()[1:3] == [f"  differs on {other}" for other in merged.differing]
 
 
+def test_stages_of_unlike_size_do_not_differ():
+    """Of a pipeline: all layers of both fuse, decline for the same reason, or but for one."""
+    for declined in ({}, {"shape": 1}, {"shape": None}):
+        stages = []
+        for layers in (31, 30):
+            counts = {Decline(code): n or layers for code, n in declined.items()}
+            fused = layers - sum(counts.values())
+            stages.append(made(report.RangeReport((1, 128), layers, fused, counts)))
+        assert not report.merge(stages).differing
+
+
 def test_variants_are_those_of_all_ranks():
     """Each rank compiles what any of them needs: a start from a warm cache only has this report."""
     a, b = (Variant(neox, 64, "float32", "bfloat16", "auto") for neox in (False, True))

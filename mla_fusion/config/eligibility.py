@@ -32,6 +32,8 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
     model, compilation = served or vllm_config.model_config, vllm_config.compilation_config
     if model is None or not vllm_compat.uses_mla(model):
         return Decline("no-mla", getattr(model, "architecture", "") or "")
+    if decline := why_not_here():
+        return decline
     # Before what vLLM does with the class: that depends on the release and on the platform.
     if decline := sparse(model.architecture, getattr(model.hf_text_config, "index_topk", None)):
         return decline
@@ -66,6 +68,13 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
     if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
         return Decline("not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}")
     return None
+
+
+def why_not_here() -> Decline | None:
+    """Why no model fuses in this process, by its environment alone."""
+    if names := vllm_compat.switched_off():
+        return Decline("environment", ", ".join(f"{name}=1" for name in names))
+    return Decline("batch-invariant") if vllm_compat.is_batch_invariant() else None
 
 
 def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
@@ -145,6 +154,8 @@ def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
 
 
 def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | None:
+    if vllm_compat.is_batch_invariant():  # where the passes run without the plugin
+        return Decline("batch-invariant")
     impl = layer.impl
     if getattr(impl, "is_sparse", False) or getattr(layer, "use_sparse", False):
         return Decline("sparse-attention", type(impl).__name__)

@@ -4,6 +4,7 @@ CONTRIBUTING.md has the steps that admit a release. Other files import nothing f
 imported where it is needed.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -99,8 +100,28 @@ def window() -> str:
 
 
 def uses_mla(model_config: Any) -> bool:
-    """Whether a vLLM `ModelConfig` is of a model with MLA layers; `use_mla` lacks one class."""
+    """Whether a vLLM `ModelConfig` is of a model with MLA layers; `use_mla` lacks one class, and
+    all of them if `switched_off` names VLLM_MLA_DISABLE: then the config's latent width decides."""
+    if "VLLM_MLA_DISABLE" in switched_off():
+        return getattr(model_config.hf_text_config, "kv_lora_rank", None) is not None
     return bool(model_config.use_mla) or model_config.architecture == "SarvamMLAForCausalLM"
+
+
+def is_batch_invariant() -> bool:
+    """Whether vLLM promises that a sequence's result does not depend on the rest of its batch."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))  # doctor asks any release
+
+
+def switched_off() -> list[str]:
+    """The variables of this process's environment that switch MLA or torch.compile off."""
+    from vllm import envs
+
+    mla = ["VLLM_MLA_DISABLE"] if getattr(envs, "VLLM_MLA_DISABLE", False) else []
+    # torch reads both as text: "true" switches nothing off.
+    compiler = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    return mla + [name for name in compiler if os.environ.get(name) == "1"]
 
 
 def layer_name_type() -> str:

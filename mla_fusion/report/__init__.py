@@ -182,7 +182,8 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
 
 def merge(reports: Sequence[Report]) -> Report:
     """The first of the ranks' reports, with the `variants` and the keys of `outputs` of all. A rank
-    with other counts or reasons, as in another stage of a pipeline, is named in `differing`."""
+    with another outcome is named in `differing`; stages of a pipeline may have unlike numbers of
+    layers."""
     first, *others = reports
     ranges = []
     for r in first.ranges:
@@ -190,9 +191,22 @@ def merge(reports: Sequence[Report]) -> Report:
         variants = dict.fromkeys(v for each in (r, *same) for v in each.variants)
         kinds = dict.fromkeys((kind for each in same for kind in each.outputs), 0)
         ranges.append(replace(r, variants=[*variants], outputs={**kinds, **r.outputs}))
-    expected, *found = map(_said, reports)
-    differing = [f"rank {rank}: {said}" for rank, said in enumerate(found, 1) if said != expected]
+    expected = _outcome(first)
+    differing = [
+        f"rank {rank}: {_said(other)}"
+        for rank, other in enumerate(others, 1)
+        if _outcome(other) != expected
+    ]
     return replace(first, ranges=ranges, ranks=len(reports), differing=differing)
+
+
+def _outcome(report: Report) -> list[Any]:
+    """(range, layers that stay unfused: all or a number, by reason and in sum) of the decode."""
+    found = []
+    for r in report.decode_ranges():
+        unfused = {"": r.layers - r.fused} | {d.code: layers for d, layers in r.declined.items()}
+        found.append((r.range, {c: "all" if n == r.layers else n for c, n in unfused.items()}))
+    return found
 
 
 def _said(report: Report) -> str:

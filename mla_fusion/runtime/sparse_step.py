@@ -230,6 +230,8 @@ def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
             continue
         backend = layer.backend_cls if v4 else layer.attn_backend
         decline = owner.mla_fusion_why_not(vllm_config) if ours else Decline("sparse-unasked")
+        if ours and vllm_compat.is_batch_invariant():  # vLLM refuses most of them before
+            decline = Decline("batch-invariant")
         if decline:
             left = f"every step is left to {backend.get_name()}: {decline.explain()}"
             said[logging.WARNING, left] += 1

@@ -47,14 +47,24 @@ def test_what_the_configuration_decides(name):
     assert (model.architecture, decline.code if decline else "") == DECIDED[name]
 
 
-@pytest.mark.parametrize("name", [name for name, (_, code) in DECIDED.items() if code])
-def test_a_decided_answer_starts_no_engine(name, monkeypatch, capsys):
+ENVIRONMENTS = {"VLLM_BATCH_INVARIANT": "batch-invariant", "VLLM_MLA_DISABLE": "environment"}
+STARTS_NO_ENGINE = [(name, code, "") for name, (_, code) in DECIDED.items() if code]
+STARTS_NO_ENGINE += [
+    (name, "no-mla" if name == "llama-3" else code, variable)
+    for name in ("llama-3", "deepseek-v3.2", "kimi-k2")
+    for variable, code in ENVIRONMENTS.items()
+]
+
+
+@pytest.mark.parametrize("name, code, variable", STARTS_NO_ENGINE)
+def test_a_decided_answer_starts_no_engine(name, code, variable, monkeypatch, capsys):
+    if variable:
+        monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
     assert cli.main(["check", str(CONFIGS / f"{name}.json"), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
-    architecture, code = DECIDED[name]
     assert (said["model"], said["fuses"], said["checked_by"]) == (
-        architecture, False, "configuration"
+        DECIDED[name][0], False, "configuration"
     )  # fmt: skip
     assert [reason["code"] for reason in said["reasons"]] == [code]
     assert said["commands"] == {} and said["tokens"] is None

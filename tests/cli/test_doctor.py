@@ -195,10 +195,7 @@ def version(number):
         (version("0.33.1+rocm700"), ""),
         (version("0.34.0"), "vLLM 0.34.0 is outside the window 0.26 to 0.33"),
         ((doctor, "find_spec", lambda name: None), "vLLM is missing"),
-        (
-            (metadata, "entry_points", lambda **asked: ()),
-            "install mla-fusion in vLLM's environment",
-        ),
+        ((metadata, "entry_points", lambda **asked: ()), "no entry point mla_fusion"),
         ((metadata, "entry_points", lambda **asked: [BROKEN]), "AttributeError('moved')"),
     ],
 )
@@ -207,6 +204,39 @@ def test_what_keeps_the_fusion_from_working(changed, problem, monkeypatch):
     found = doctor.examine()
     assert found["works"] is not bool(problem)
     assert problem in "".join(found["problems"][:1])
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE", "TORCHDYNAMO_DISABLE"]
+)
+def test_an_environment_in_which_no_model_fuses(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    found = doctor.examine()
+    [problem] = found["problems"]
+    assert name in problem and not found["works"]
+
+
+@pytest.mark.parametrize(
+    "written", ["a, mla_fusion", "mla_fusion ,a", "a,mla-fusion", "'mla_fusion'"]
+)
+def test_a_name_that_is_nearly_the_plugins(written, monkeypatch):
+    """vLLM strips nothing."""
+    monkeypatch.setenv("VLLM_PLUGINS", written)
+    [problem] = doctor.examine()["problems"]
+    before, _, mended = problem.partition(": set VLLM_PLUGINS=")
+    assert "to the letter" in before and repr(written.strip("a,")) in before
+    monkeypatch.setenv("VLLM_PLUGINS", mended)
+    assert doctor.examine()["works"]
+
+
+def test_stale_metadata_is_named(tmp_path, monkeypatch):
+    """An older egg-info in front of the installed one hides its entry points."""
+    stale = tmp_path / "mla_fusion.egg-info"
+    stale.mkdir()
+    (stale / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: mla-fusion\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [problem] = doctor.examine()["problems"]
+    assert f"mla-fusion 0.0.1 in {tmp_path}" in problem and "delete" in problem
 
 
 @pytest.mark.parametrize("plugins", ["other,mla_fusion", "other", ""])

@@ -1,6 +1,11 @@
 """Why an engine is declined, and that nothing of it is changed."""
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
@@ -21,9 +26,56 @@ DECLINES = {
     "provider-platform": {"options": {}},
     "provider-unavailable": {"options": {"mla_fusion": {"provider": "aiter"}}},
 }
+# A setting of docs/compatibility.md that is no variable of vLLM -> arguments of its engine.
+ARGUMENTS = {
+    "use_fp64_gumbel": {"use_fp64_gumbel": True},
+    "seed": {"seed": 1},
+    '"deterministic"': {"compilation": {"inductor_compile_config": {"deterministic": True}}},
+    "torch.use_deterministic_algorithms": {},
+}
+
+
+def promises():
+    """(setting, what becomes of it) for each setting in the table of promises about numbers."""
+    page = Path(__file__).parents[2].joinpath("docs/compatibility.md").read_text()
+    table = page.partition("## Promises about numbers")[2].partition("\n## ")[0]
+    for settings, here in re.findall(r"^\| (`.*?) \| ([\w ]+) \|", table, re.M):
+        for setting in re.findall(r"`(.+?)`", settings.partition(" of ")[0]):
+            yield setting, here
 
 
 class TestDeclines:
+    @pytest.mark.parametrize("setting, here", [*promises()])
+    def test_a_promise_about_numbers_is_declined_or_leaves_the_flag_on(
+        self, make, log, monkeypatch, setting, here
+    ):
+        name, _, value = setting.partition("=")
+        if value:
+            assert name in envs.environment_variables
+            monkeypatch.setenv(name, value)
+        elif name.startswith("torch."):
+            torch.use_deterministic_algorithms(True)
+        try:
+            made = make(FLAG_ON, **({} if value else ARGUMENTS[name]))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert config.is_on(made) is (here != "declined")
+        assert all("[batch-invariant]" in warning for warning in warnings(log))
+        if name == '"deterministic"':
+            assert made.compilation_config.inductor_compile_config["deterministic"]
+
+    @pytest.mark.parametrize(
+        "name", ["VLLM_MLA_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"]
+    )
+    def test_a_variable_that_switches_off_what_fusion_needs(self, make, log, monkeypatch, name):
+        """A model without MLA stays one, whatever the environment says."""
+        monkeypatch.setenv(name, "1")
+        assert not config.is_on(make(FLAG_ON))
+        assert not config.is_on(make(FLAG_ON, model="llama"))
+        first, second = warnings(log)
+        assert f"({name}=1) [environment]. What would help: unset" in first
+        assert "[no-mla]" in second
+
     @pytest.mark.parametrize("code", DECLINES)
     def test_one_warning_that_names_the_reason_and_the_help(self, make, log, code):
         made = make(FLAG_ON, **DECLINES[code])

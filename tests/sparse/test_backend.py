@@ -90,6 +90,7 @@ def test_everything_but_the_decode_is_vllms(config):
 
     assert refused() == []
     assert "non-sparse not supported" in refused(use_sparse=False)
+    assert refused(use_batch_invariant=True) == ["batch invariance not supported"]
 
 
 def test_the_slot_of_another_plugin_is_left_to_it(monkeypatch):
@@ -205,6 +206,7 @@ def test_of_a_mixed_batch_the_decode_tokens_alone_are_served(config, make, vllms
 
 
 DECLINES = {
+    "invariant": ("batch-invariant", "", {"is_batch_invariant": lambda: True}),
     "not Hopper": ("sparse-platform", "", {"is_hopper": lambda: False}),
     "no Triton": ("provider-unavailable", "planted: no Triton here", {"require": unavailable}),
     "heads": ("sparse-slower", "fp8_ds_mla, 17 heads of a rank", {"num_heads": 17}),

@@ -16,6 +16,7 @@ from mla_fusion.cli.check import model_classes, model_config, persistent_decode
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
+from mla_fusion.config import eligibility
 from mla_fusion.report.reasons import Decline, Declined, recognize
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
@@ -68,9 +69,12 @@ def find(settings: Settings) -> Answer:
             f"{model.path}: neither this vLLM nor Transformers knows the model type "
             f"{model.config['model_type']!r}, and no auto_map names its code"
         )
-    details = ["checked by its configuration and the source of this vLLM, no engine"]
+    details = ["checked by its configuration, this vLLM's source and environment, no engine"]
     try:
-        if decline := model_classes.decide(model.config, model.architecture):
+        decline = model_classes.decide(model.config, model.architecture)
+        if decline is None or decline.code != "no-mla":
+            decline = eligibility.why_not_here() or decline
+        if decline:
             raise Declined(decline.code, decline.detail)
         cut = _cut(model, settings)
         details = [f"checked as: {cut.changed}"]

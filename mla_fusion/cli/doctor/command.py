@@ -18,7 +18,7 @@ import torch
 from mla_fusion import __version__, config, kernels
 from mla_fusion.attention.plan.device import architecture
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short, version_of
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
 from mla_fusion.runtime import measured
 
@@ -116,20 +116,39 @@ def _why_no_plugin() -> str:
     from vllm import envs
     from vllm.config import PassConfig
 
-    entries = metadata.entry_points(group=_GROUP, name=_PLUGIN)
-    if not entries:
-        return f"no entry point {_PLUGIN} in {_GROUP}: install mla-fusion in vLLM's environment"
+    entry = next(iter(metadata.entry_points(group=_GROUP, name=_PLUGIN)), None)
+    if entry is None:
+        return f"no entry point {_PLUGIN} in {_GROUP}: {_mend_metadata()}"
     if (allowed := envs.VLLM_PLUGINS) is not None and _PLUGIN not in allowed:
+        if near := next(filter(_is_nearly, allowed), ""):
+            meant = ",".join(_PLUGIN if name == near else name.strip() for name in allowed)
+            why = "and vLLM compares names to the letter, blanks too"
+            return f"VLLM_PLUGINS names {near!r}, {why}: set VLLM_PLUGINS={meant}"
         return f"VLLM_PLUGINS={','.join(allowed)} leaves it out: add {_PLUGIN}, or unset it"
     try:
-        next(iter(entries)).load()()
+        entry.load()()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-        return f"it fails: {error!r}"
+        return f"it fails: {error!r}: {_mend_metadata()}"
     try:
         PassConfig(**{config.FLAG: True})
     except ValueError:
         return "it ran, and vLLM's PassConfig still does not know the flag"
     return ""
+
+
+def _is_nearly(name: str) -> bool:
+    """Whether someone who wrote `name` in VLLM_PLUGINS meant this plugin."""
+    return name.strip(" \t\"'").lower().replace("-", "_") == _PLUGIN
+
+
+def _mend_metadata() -> str:
+    """What to do about an entry point that is missing or fails: the first metadata of this library
+    on sys.path, which hides any other, may be left from an older build."""
+    first = next(iter(metadata.distributions(name="mla-fusion")), None)
+    if first is None:
+        return "install mla-fusion in vLLM's environment"
+    where = f"mla-fusion {first.version} in {first.locate_file('')}"
+    return f"vLLM reads the metadata of {where}: delete that if it is old, and install it again"
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -156,6 +175,8 @@ def examine() -> dict[str, Any]:
         problems.append(f"vLLM is missing: {INSTALL_VLLM}")
     elif not vllm_compat.is_supported(vllm):
         problems.append(f"vLLM {vllm} is outside the window {vllm_compat.window()}")
+    if vllm and (decline := eligibility.why_not_here()):
+        problems.append(decline.explain())
     if vllm and found["plugin"]:
         problems.append(f"vLLM does not load the plugin: {found['plugin']}")
     if not serving:
