@@ -15,7 +15,7 @@ from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.plan import planner
 from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step
 from mla_fusion.attention.plan.epilogue import Epilogue
-from mla_fusion.attention.plan.inputs import Inputs, covers, validate
+from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.kernels import ProviderUnavailable, load
 from mla_fusion.kernels.inputs import check
 
@@ -73,7 +73,7 @@ class PersistentDecodePlan(PlanBuffers):
             ValueError: the step is larger than the plan, or a tensor is not as above.
         """
         for name, given in ("qo_indptr", qo_indptr), ("seq_lens", seq_lens):
-            check(name, isinstance(given, torch.Tensor), "a tensor", repr(given))
+            check(name, isinstance(given, torch.Tensor), "a tensor", given)
         settings, batch = self.settings, seq_lens.shape[0]
         most, longest = settings.max_batch, settings.max_query_len
         given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
@@ -135,8 +135,8 @@ def persistent_mla_decode(
             dimension. Blocks and entries may be strided.
         plan: refreshed for this step; it alone has the lengths.
         block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after
-            its end are not read. max_blocks covers the longest sequence, which is checked on a CPU
-            alone: on a GPU the lengths are not read back.
+            its end are not read. max_blocks covers the longest sequence, which the reference alone
+            checks: the lengths are on the device, and no other provider reads them back.
         softmax_scale: of the scores; the scales below come on top.
         q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
             value = stored * scale. Needed, and read, where q or the cache is fp8.
@@ -163,6 +163,7 @@ def persistent_mla_decode(
             'it with planner="aiter" for aiter, with planner="portable" for the others'
         )
     module = get_provider(provider)
+    check("q", isinstance(q, torch.Tensor), "a tensor", q)
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
         dtype = dtype if epilogue is None else epilogue.w_uv.dtype
@@ -172,7 +173,5 @@ def persistent_mla_decode(
         q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse, epilogue
     )
     validate(given)
-    if plan.device.type == "cpu":
-        covers(given)
     module.persistent_mla_decode(given)
     return out if epilogue is None else epilogue.out, lse

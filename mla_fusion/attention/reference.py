@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
-from mla_fusion.attention.plan.inputs import Inputs, Scope
+from mla_fusion.attention.plan.inputs import Inputs, Scope, covers
 from mla_fusion.attention.plan.layouts import read_keys
 
 
@@ -35,6 +35,7 @@ def unsupported(*_: Any) -> str:
 
 def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
+    covers(given)
     plan, kv_cache = given.plan, given.kv_cache
     query, page = dequantize(given.q, given.q_scale), kv_cache.shape[1]
     layout, latent, device = plan.layout, plan.settings.v_head_dim, given.q.device

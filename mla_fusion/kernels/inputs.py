@@ -53,9 +53,9 @@ def padded_batch(
 def check(name: str, ok: bool, want: str, got: object) -> None:
     """Raise ValueError unless `ok`, with the type and shape of a tensor, but none of its values."""
     if not ok:
-        if isinstance(got, torch.Tensor):
+        if shown := isinstance(got, torch.Tensor):
             got = f"{got.dtype} {tuple(got.shape)} on {got.device}"
-        raise ValueError(f"{name} must be {want}, got {got}")
+        raise ValueError(f"{name} must be {want}, got {got if shown else repr(got)}")
 
 
 def validate(inputs: Inputs) -> None:
@@ -64,7 +64,7 @@ def validate(inputs: Inputs) -> None:
     for name in ("q", "kv_c", "k_pe", "kv_cache", "slot_mapping", "positions", "q_out", *optional):
         value = getattr(inputs, name)
         ok = isinstance(value, torch.Tensor) or (value is None and name in optional)
-        check(name, ok, "a tensor", repr(value))
+        check(name, ok, "a tensor", value)
     q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
     kv_cache, angles = inputs.kv_cache, inputs.cos_sin_cache
     check("q", q.dim() == 3, "[T, H, P + R]", q)

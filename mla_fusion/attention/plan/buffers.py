@@ -104,10 +104,10 @@ class Settings:
             value = getattr(self, field.name)
             if field.type == "torch.dtype":
                 is_type = isinstance(value, torch.dtype)
-                check(field.name, is_type, "a type such as torch.bfloat16", repr(value))
+                check(field.name, is_type, "a type such as torch.bfloat16", value)
             elif field.type.startswith("int") and not (value is None and "None" in field.type):
                 whole = type(value) is int  # True is an int too
-                check(field.name, whole, "a whole number", repr(value))
+                check(field.name, whole, "a whole number", value)
                 ok = field.name in ("half_below", "max_split_per_batch") or value >= 1
                 check(field.name, ok, "at least 1", value)
         check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)

@@ -155,7 +155,7 @@ def validate(given: Inputs) -> None:
     q, kv_cache, table, out = given.q, given.kv_cache, given.block_table, given.out
     tensors: dict[str, Any] = {"q": q, "kv_cache": kv_cache, "block_table": table, "out": out}
     for name, tensor in tensors.items():
-        check(name, isinstance(tensor, torch.Tensor), "a tensor", repr(tensor))
+        check(name, isinstance(tensor, torch.Tensor), "a tensor", tensor)
     plan, settings, step = given.plan, given.plan.settings, given.plan.step
     if step is None:
         raise ValueError("the plan was never refreshed: call plan.refresh(...) once a step")
@@ -200,10 +200,10 @@ def validate(given: Inputs) -> None:
 
 def covers(given: Inputs) -> None:
     """Raise ValueError if the block table of a dense decode has too few columns for the lengths of
-    the plan. It reads them, so it is for a plan on a CPU."""
+    the plan, which it reads."""
     plan, page = given.plan, given.kv_cache.shape[1]
     has_rows = plan.qo_indptr.diff() > 0
     longest = int((plan.kv_indptr.diff() * has_rows).max())
     blocks, columns = -(-longest // page), given.block_table.shape[1]
     want = f"{blocks} blocks wide or wider, for {longest} KV tokens in pages of {page}"
-    check("block_table", columns >= blocks, want, f"{columns}")
+    check("block_table", columns >= blocks, want, columns)
