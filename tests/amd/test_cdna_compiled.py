@@ -1,7 +1,5 @@
 """The decode kernel for CDNA 3 and 4, compiled: registers, and what its loop over tiles has."""
 
-from unittest import mock
-
 import amd_roofline
 import pytest
 
@@ -9,8 +7,8 @@ pytest.importorskip("triton")
 
 from mla_fusion.attention.cdna import decode as cdna_kernel
 from mla_fusion.attention.cdna.fits import converts_e4m3fn
-from mla_fusion.attention.plan import device
 from tests.amd import compile, decode
+from tests.gpus import imitated
 from tests.kernels.compiled import LDS, compile_report
 
 TARGETS = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -23,7 +21,7 @@ def launch_of(target, kind, heads, page):
     """What a decode launches: arguments and options, for blocks of `page` tokens."""
     given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
     assert not cdna_kernel.fits(given)
-    with mock.patch.object(device, "architecture", lambda _: target):
+    with imitated(target):
         _, args, options = cdna_kernel.arguments(given)
     return args, options
 

@@ -5,7 +5,6 @@ import csv
 import json
 
 import pytest
-import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
@@ -113,9 +112,3 @@ def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys
 def test_a_report_has_shapes_of_its_own(gpu, capsys, tmp_path):
     assert cli.main([*ARGV, "--report", str(tmp_path / "report.json")]) == 2
     assert "leave out --tokens, --heads, --layers, --rounds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("arch", "kind"), [("gfx942", "fnuz"), ("gfx950", "fn"), ("", "fn")])
-def test_the_fp8_type_of_a_gpu(monkeypatch, arch, kind):
-    monkeypatch.setattr(kit, "architecture", lambda device: arch)
-    assert kit.fp8_type.__wrapped__() == getattr(torch, f"float8_e4m3{kind}")
