@@ -18,7 +18,7 @@ from mla_fusion.attention.hopper import (
 )
 from mla_fusion.attention.hopper.warp_specialized_common import query_boxes
 from mla_fusion.attention.plan.buffers import Step
-from mla_fusion.attention.plan.device import triton_version
+from mla_fusion.gpu import triton_version
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel as portable
