@@ -2,18 +2,17 @@
 
 import contextlib
 import random
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
 from mla_fusion.attention import triton
-from mla_fusion.attention.plan import device
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli.selftest.decode import Bench, Shape
 from tests.amd.provider import judged
 from tests.attention import decodes
 from tests.attention.decodes import BF16
+from tests.gpus import imitated
 from tests.kernels.compiled import FP8
 
 # heads, query rows, page size, query, cache, sequences, and latents. Lengths are around a page and
@@ -47,12 +46,7 @@ def made(target, heads, kind, sequences, length, units, page=64):
     same few."""
     types = {"fp8": FP8[target], "bf16": BF16, "cache": FP8[target]}
     query = BF16 if kind == "cache" else types[kind]
-    properties = SimpleNamespace(multi_processor_count=units)
-    with (
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(torch.version, "hip", "7.0"),
-        mock.patch.object(device, "architecture", lambda device: target),
-    ):
+    with imitated(target, sms=units):
         settings = triton.plan_settings(heads, 1, types[kind], 576, "cuda")
     plan = decodes.plan_for(
         max_batch=sequences, num_heads=heads, q_dtype=query, kv_dtype=types[kind], v_head_dim=512,

@@ -7,14 +7,12 @@ grids are the library's.
 import contextlib
 from unittest import mock
 
-import torch
-
 from mla_fusion.attention.cdna import decode as cdna_kernel
-from mla_fusion.attention.plan import device, planner_triton
+from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
-from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests.amd import compile, execute
+from tests.gpus import imitated
 
 # The parameters that a kernel may write.
 WRITABLE = {
@@ -78,8 +76,5 @@ def launched(target, run=lambda given: None):
         for module, name in KERNELS:
             kernel = _OnMachine(target, getattr(module, name), keep)
             stack.enter_context(mock.patch.object(module, name, kernel))
-        # The library asks torch whether it is on AMD, and for the tensors' architecture.
-        stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
-        stack.enter_context(mock.patch.object(device, "architecture", lambda _: target))
-        stack.enter_context(mock.patch.object(dispatch, "device_table", lambda _: target))
+        stack.enter_context(imitated(target))
         yield launches

@@ -15,7 +15,8 @@ from tests.attention.decodes import BF16, FN
 from tests.attention.epilogue_cases import check_quantized
 from tests.attention.test_specialized_run import InStep
 from tests.attention.without_memory import behind
-from tests.kernels.compiled import compile_report
+from tests.gpus import imitate
+from tests.kernels.compiled import LDS, compile_report
 
 
 class Machine(InStep):
@@ -93,7 +94,7 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     before, after = " ".join(report.order).split("ACQBULK")
     assert set(before.split()) <= {"UTMALDG", "LDG"} and "UTMALDG" not in after
     assert "PREEXIT" not in after and report.spills == 0
-    assert report.shared <= fits.SHARED_MEMORY
+    assert report.shared <= LDS["sm_90"]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,6 @@ def test_where_it_is_launched(target, tokens, scale, launched, monkeypatch):
     given = dataclasses.replace(given, epilogue=epilogue)
     monkeypatch.setattr(product, "kernel", dict.fromkeys([(1, 128, 1)], lambda *_, **__: None))
     monkeypatch.setattr(torch, "bmm", lambda *_, **__: grids.append("bmm"))
-    monkeypatch.setattr(provider, "has_hopper", lambda _: target == "sm_90")
+    imitate(monkeypatch, target)
     provider.multiply(given)
     assert len(grids) == 1 - launched

@@ -1,7 +1,6 @@
 """Which decode kernel and which plan the Triton provider chooses, only from shapes."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +10,12 @@ pytest.importorskip("triton")
 from mla_fusion.attention import triton as choice
 from mla_fusion.attention.cdna import decode as cdna_decode
 from mla_fusion.attention.hopper import warp_specialized
-from mla_fusion.attention.plan import device
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Scope, Sparse
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, FN, FP16
+from tests.gpus import imitate
 
 # Kernel, query rows and warps of a program.
 SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
@@ -27,10 +26,7 @@ DRAFTS = {"max_query_len": 4}
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """A GPU of sm_90 with ten SMs; tensors without memory count as on it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=10, gcnArchName="gfx90a")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(choice, "has_hopper", lambda _: device.has_hopper("cuda"))
+    imitate(monkeypatch, "sm_90")
 
 
 def inputs(q=(8, 64, 576), **options):
@@ -134,30 +130,22 @@ def test_byte_caches(monkeypatch, heads, layout, first, name):
     assert chosen(given)[0] == name
     tilted = dataclasses.replace(given, softmax_scale=-1.0, sparse=given.sparse)
     assert chosen(tilted)[0] == (FEW if name == FEW else "triton.decode_kernel")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    imitate(monkeypatch, "sm_100")
     assert chosen(given)[0] == "triton.decode_kernel"
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_another_gpu(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx90a"])
+def test_another_gpu(monkeypatch, arch):
+    imitate(monkeypatch, arch)
     assert chosen(inputs())[0] == "triton.decode_kernel"
     settings = choice.plan_settings(128, 1, BF16, 576, "cuda")
     assert settings == {"ctas": 10, "kv_granularity": 64, "overhead": 4}
 
 
-def test_an_amd_gpu(monkeypatch):
-    """Its capability may be (9, 0) too: that of gfx90a."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert chosen(inputs())[0] == "triton.decode_kernel"
-    assert "heads_per_work" not in choice.plan_settings(128, 1, BF16, 576, "cuda")
-
-
 @pytest.fixture
 def cdna(monkeypatch):
     """An MI300X, as far as the choice asks."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
+    imitate(monkeypatch, "gfx942")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +213,6 @@ def test_plans_for_hopper(heads, rows, dtype, width, ctas):
 def test_plans_for_byte_caches(monkeypatch):
     gpu = torch.device("cuda")
     assert choice.kernels(gpu)[0] == FEW
-    assert not device.has_hopper("cpu")
     for heads, scopes, layout, ctas in (
         (16, 1, FP8_DS_MLA, 20), (16, 2, FP8_DS_MLA, 10), (16, 1, FP8_DS_MLA_V4, 10),
         (32, 1, FP8_DS_MLA, 10), (64, 1, FP8_DS_MLA, 10), (128, 1, FP8_DS_MLA, 5),
@@ -234,6 +221,6 @@ def test_plans_for_byte_caches(monkeypatch):
         assert (settings["ctas"], settings["overhead"]) == (ctas, 2 if layout is FP8_DS_MLA else 4)
         assert settings.get("heads_per_work") == (128 if heads == 128 else None)
     assert "ctas" not in choice.sparse_settings(16, 1, None, gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert choice.kernels(gpu) == choice.KERNELS["other"]
+    imitate(monkeypatch, "sm_100")
+    assert choice.kernels(gpu) == ("triton.decode_kernel",)
     assert "ctas" not in choice.sparse_settings(16, 1, FP8_DS_MLA, gpu)

@@ -12,7 +12,8 @@ from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 from tests.attention.without_memory import meta
-from tests.kernels.compiled import FP8, TARGETS, as_on, compile_report, read_amd, specialize
+from tests.gpus import imitated
+from tests.kernels.compiled import FP8, TARGETS, compile_report, read_amd, specialize
 from tests.nightly import daily
 
 DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 64, 512)}
@@ -29,7 +30,7 @@ def arguments(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=Non
         meta(4096, rope, dtype=torch.float32), scale, scale, neox,
         meta(tokens, 16, latent + rope, dtype=fp8), factor and meta(tokens, dtype=factor),
     )  # fmt: skip
-    with as_on(target):
+    with imitated(target):
         return provider.launch_arguments(plan, inputs)
 
 

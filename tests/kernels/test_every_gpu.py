@@ -22,7 +22,8 @@ from mla_fusion.kernels.dispatch import Widths
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, FP32, plan_for
 from tests.attention.without_memory import meta
-from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, as_on, compile_report
+from tests.gpus import imitated
+from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, compile_report
 from tests.kernels.test_compiled import arguments
 
 LAYOUTS = {"V3.2": FP8_DS_MLA, "V4": FP8_DS_MLA_V4}
@@ -54,7 +55,7 @@ def reduction(target, dtype, heads, tiles):
     """The reduction of so many tiles."""
     given = without_memory.inputs(heads, BF16)
     given.plan.step = Step(tiles // given.plan.layout.fold, tiles, 1)
-    with as_on(target):
+    with imitated(target):
         _, *given = reduce_kernel.arguments(given)
     return reduce_kernel.kernel, *given
 
@@ -62,7 +63,7 @@ def reduction(target, dtype, heads, tiles):
 def quantized(target, dtype, quantization):
     """The quantization alone."""
     epilogue = without_memory.behind(target, 16, quantization=quantization).epilogue
-    with as_on(target):
+    with imitated(target):
         _, *given = quantize_kernel.arguments(meta(8, 2048), epilogue)
     return quantize_kernel.kernel, *given
 

@@ -29,9 +29,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3
 
+from mla_fusion import gpu
 from mla_fusion.attention.cdna.fits import decode as fits
 from mla_fusion.attention.cdna.fits import rows_and_waves
-from mla_fusion.attention.plan.device import cdna
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
@@ -334,9 +334,10 @@ kernel: Any = decode_kernel
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with."""
-    q, cache, generation = given.q, given.kv_cache, cdna(given.q.device)
-    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, cache.shape[1])
+    q, cache, arch = given.q, given.kv_cache, gpu.of(given.q.device).arch
+    rows, waves = rows_and_waves(arch, given.rows, q.dtype, cache.dtype, cache.shape[1])
     tensors = q, cache, given.block_table, *given.results
+    generation = 4 if arch == "gfx950" else 3
     options = {
         "FORM": given.form, "ROWS": rows, "BLOCK_N": TILE.value, "CDNA": generation,
         "num_warps": WARPS.value, "waves_per_eu": waves,

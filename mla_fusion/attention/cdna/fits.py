@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.gpu import triton_version
 
 WIDTHS = ((512, 64), (256, 64))  # latent and rotated part: compiled and executed
 TILE = 64  # tokens
@@ -25,12 +25,12 @@ def decode(given: Inputs) -> str:
 
 
 def rows_and_waves(
-    generation: int, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
+    arch: str, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
 ) -> tuple[int, int]:
     """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD to compile for:
     as many as fit without spills, to hide each other's latency. page: tokens of a block."""
     few, fp8 = rows <= 16, kv_dtype.itemsize == 1
-    if generation == 4 and fp8 and not converts_e4m3fn():
+    if arch == "gfx950" and fp8 and not converts_e4m3fn():
         waves = 1
     elif few:
         aligned = page % TILE == 0 or page in (16, 32)

@@ -2,11 +2,10 @@
 
 import torch
 
-from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.kernels.arithmetic import next_power_of_two
 
 TILE = 64  # tokens that are copied and multiplied at once
-SHARED_MEMORY = 227 * 1024  # bytes of an SM
 # Latent and rotated part. Tiles in shared memory are powers of two wide, two of them have to fit
 # beside 64 query rows, and each pair was compiled and checked.
 WIDTHS = ((512, 64), (256, 64), (256, 32))
@@ -99,7 +98,7 @@ def _of_scale(given: Inputs) -> str:
 
 def product_rows(tokens: int) -> int:
     """Tokens of a CTA of `product.py`."""
-    return min(PRODUCT_ROWS, max(8, power_of_two(tokens)))
+    return min(PRODUCT_ROWS, max(8, next_power_of_two(tokens)))
 
 
 def product_size(tokens: int, heads: int, values: int) -> int:

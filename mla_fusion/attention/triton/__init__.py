@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.attention.cdna import fits as for_cdna
 from mla_fusion.attention.hopper import fits as for_hopper
 from mla_fusion.attention.plan.buffers import PlanBuffers
-from mla_fusion.attention.plan.device import cdna, has_hopper, sm_count
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.heads import layout as head_layout
 from mla_fusion.attention.plan.inputs import Inputs
@@ -20,11 +20,11 @@ from mla_fusion.kernels.triton import require as require
 # The decode kernels of each GPU, in order: the first that fits decodes. Each module has
 # `fits(given) -> why not`, `arguments(given) -> Launch` and `kernel`.
 KERNELS = {
-    "Hopper": (
+    "sm_90": (
         "hopper.sparse_fp8", "hopper.sparse_specialized", "hopper.warp_specialized",
         "hopper.decode", "triton.decode_kernel",
     ),
-    "CDNA": ("cdna.decode", "triton.decode_kernel"),
+    **dict.fromkeys(gpu.CDNA, ("cdna.decode", "triton.decode_kernel")),
     "other": ("triton.decode_kernel",),
 }  # fmt: skip
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
@@ -101,7 +101,7 @@ def multiply(given: Inputs) -> None:
     Hopper where it is not slower, else `torch.bmm`, as in vLLM, and a kernel that quantizes."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
-    if has_hopper(latents.device) and not for_hopper.product(given):
+    if gpu.of(latents.device).arch in gpu.HOPPER and not for_hopper.product(given):
         from mla_fusion.attention.hopper import product as hopper_product
 
         _run(hopper_product, given)
@@ -142,7 +142,7 @@ def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
 
 def kernels(device: torch.device) -> tuple[str, ...]:
     """Those of `KERNELS` for a device."""
-    return KERNELS["CDNA" if cdna(device) else "Hopper" if has_hopper(device) else "other"]
+    return KERNELS.get(gpu.of(device).arch, KERNELS["other"])
 
 
 def chosen(given: Inputs) -> Any:
@@ -165,11 +165,12 @@ def plan_settings(
     together, so the plan has fewer CTAs: with drafts, and in bf16 with 128 heads and one query row,
     whose items hold both blocks for it."""
     settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
-    sms, tile = sm_count(device), for_hopper.WARP_SPECIALIZED_ROWS
+    here, tile = gpu.of(device), for_hopper.WARP_SPECIALIZED_ROWS
+    sms = here.sms
     rows = head_layout(num_heads, max_query_len).per_work * max_query_len
-    specialized = width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS) and has_hopper(device)
-    if generation := cdna(device):
-        tile, waves = for_cdna.rows_and_waves(generation, rows, kv_dtype, kv_dtype, for_cdna.TILE)
+    specialized = width == sum(for_hopper.WARP_SPECIALIZED_WIDTHS) and here.arch in gpu.HOPPER
+    if here.arch in gpu.CDNA:
+        tile, waves = for_cdna.rows_and_waves(here.arch, rows, kv_dtype, kv_dtype, for_cdna.TILE)
         ctas = waves * sms // -(-rows // tile)
     elif specialized and (kv_dtype == torch.bfloat16 or rows > tile):
         if (num_heads, max_query_len) == (PAIRED_HEADS, 1):
@@ -178,7 +179,7 @@ def plan_settings(
     else:
         # Two tiles of keys, and one of queries.
         tiles = (2 * for_hopper.TILE + 16) * width * kv_dtype.itemsize
-        shared = rows <= 16 and 2 * tiles <= for_hopper.SHARED_MEMORY
+        shared = rows <= 16 and 2 * tiles <= here.shared_memory
         ctas = sms * (2 if shared else 1)
         if specialized and shared:
             settings["half_below"] = SHARED_FROM
@@ -193,8 +194,9 @@ def sparse_settings(
     """The same of a sparse plan. layout: of its caches' bytes. Two CTAs of up to 16 heads over one
     scope of entries with scales in them share an SM; the two blocks of 128 heads are as above."""
     settings = {"kv_granularity": for_hopper.TILE, "overhead": OVERHEAD}
-    if has_hopper(device) and layout is not None:
-        sms = sm_count(device)
+    here = gpu.of(device)
+    if here.arch in gpu.HOPPER and layout is not None:
+        sms = here.sms
         if not layout.behind:
             settings["overhead"] = DS_MLA_OVERHEAD
         few = num_heads <= for_hopper.SPARSE_FP8_ROWS and scopes == 1 and not layout.behind

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion import gpu
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
 from mla_fusion.attention.plan.inputs import Launch
 from mla_fusion.kernels.triton_rows import cast
@@ -55,7 +56,7 @@ def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:
     out, (tokens, width) = epilogue.out, product.shape
     most = largest(out.dtype)
     # A negative LIMIT: the conversion clamps by itself.
-    limit = -most if out.is_cuda and torch.version.hip is None else most
+    limit = -most if gpu.of(out.device).vendor == "NVIDIA" else most
     args = product, out, epilogue.scale, out.stride(0), *epilogue.scale_strides
     options = {
         "WIDTH": width, "GROUP": GROUP, "QUANTIZATION": epilogue.quantization, "LARGEST": most,

@@ -5,9 +5,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
 from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
 
 
@@ -100,7 +100,7 @@ def arguments(given: Inputs) -> Launch:
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.layout.fold
     rows, splits, columns = reduction(tiles, given.rows)
-    columns = min(columns, power_of_two(latent))
+    columns = min(columns, next_power_of_two(latent))
     args = (
         plan.partial_output, plan.partial_lse, plan.reduce_indptr, plan.reduce_final_map,
         plan.reduce_partial_map, plan.qo_indptr, given.or_unused(given.sink), out,

@@ -17,14 +17,12 @@ from typing import TextIO
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.attention.cdna.fits import why_no_sparse
-from mla_fusion.attention.plan.device import cdna, has_hopper
-from mla_fusion.cli.bench.kit import fp8_type
 from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, planner, region, sparse
 from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
-from mla_fusion.kernels.triton import no_fp8
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
 SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
@@ -78,18 +76,18 @@ def check(name: str, thorough: bool) -> Iterator[Outcome]:
         return region.check(region.cases(_type_of(of), thorough))
     if what == "epilogue":
         shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
-        if no_fp8("cuda"):
+        if gpu.of("cuda").no_fp8():
             shapes = [shape for shape in shapes if shape.quantization == "none"]
         return decode.check("", shapes, repeats=repeats)
     if what == "sparse":
-        if torch.version.hip and (why := why_no_sparse()):
+        if gpu.of("cuda").vendor == "AMD" and (why := why_no_sparse()):
             raise CannotRun(why)
-        fp8 = fp8_type() if of == "bf16" else _type_of("fp8")
+        fp8 = gpu.fp8_type() if of == "bf16" else _type_of("fp8")
         return sparse.check(sparse.variants(of, fp8), steps=40 if thorough else 4)
     module, kind = of.split()
-    if module.startswith("hopper") and not has_hopper("cuda"):
+    if module.startswith("hopper") and gpu.of("cuda").arch not in gpu.HOPPER:
         raise CannotRun("it needs sm_90")
-    if module.startswith("cdna") and not cdna("cuda"):
+    if module.startswith("cdna") and gpu.of("cuda").arch not in gpu.CDNA:
         raise CannotRun("it needs gfx942 or gfx950")
     kv, (shapes, more) = _type_of(kind), DECODES[module]
     shapes = [dataclasses.replace(s, kv=kv, q=kv) for s in shapes + (more if thorough else [])]
@@ -102,9 +100,9 @@ def _type_of(kind: str) -> torch.dtype:
     """bf16, or the fp8 type of this GPU; CannotRun where it has no fp8."""
     if kind == "bf16":
         return torch.bfloat16
-    if why := no_fp8("cuda"):
+    if why := gpu.of("cuda").no_fp8():
         raise CannotRun(why)
-    return fp8_type()
+    return gpu.fp8_type()
 
 
 def run(job: Job, progress: TextIO) -> dict[str, str]:
