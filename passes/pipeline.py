@@ -126,7 +126,7 @@ class LastStep(InductorPass):
         return f"mla_fusion-{source_hash()}-{self.rest.uuid() if self.rest else ''}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run pass 5, contained, then vLLM's step, whose error is vLLM's and is raised unchanged."""
+        """Run pass 5, contained, then vLLM's step, whose error is raised unchanged."""
         fix, compile_range = MLAFixFunctionalizationPass(None), get_pass_context().compile_range
         contained(graph, compile_range, lambda graph, record: fix(graph))
         if self.rest is None:

@@ -133,7 +133,7 @@ class TestWhatItSwitchesOn:
         ids=str,
     )  # fmt: skip
     def test_vllms_own_fusions_stay_off_on_a_cpu(self, make, compilation):
-        """Its defaults switch some on, and its pass manager then raises NameError on a CPU build."""
+        """Its defaults switch some on; its pass manager then raises NameError on a CPU."""
         passes = compilation.pop("pass_config", {})
         made = make(FLAG_ON | passes, compilation)
         assert config.is_on(made)
