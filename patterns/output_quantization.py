@@ -75,7 +75,7 @@ def read(output: list[fx.Node]) -> OutputQuantization:
         return _native(output, readers)
     if others := [_name(reader) for reader in readers if reader is not first]:
         raise Declined("output-shared", f"{_name(first)} and {', '.join(others)}")
-    return _by_op(first)
+    return _by_op(first, output)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -127,7 +127,7 @@ def _other(detail: str) -> Declined:
     return Declined("output-quantization", detail)
 
 
-def _by_op(node: fx.Node) -> OutputQuantization:
+def _by_op(node: fx.Node, output: list[fx.Node]) -> OutputQuantization:
     """An op of vLLM: by one scale, or by those of groups of 128, powers of two or not."""
     if (op := functionalized_op(node)) not in _OPS:
         raise _other(_name(node))
@@ -135,6 +135,10 @@ def _by_op(node: fx.Node) -> OutputQuantization:
     quantized, values = args[_OPS[op]], outputs(node, 1)
     _check_type(quantized, FP8_DTYPES)
     *rows_of, columns = _shape(args["input"])
+    # It may read the output in another place, as the buffer of its scales.
+    source = probe.strip(args["input"], _IN_ORDER)
+    if source not in output or [*rows_of, columns] != _shape(source):
+        raise _other(f"{_name(node)} of another value")
     if _shape(quantized) != [*rows_of, columns]:
         raise _other(f"{_name(node)} of padded rows")
     if _OPS[op] == "result":
