@@ -22,7 +22,7 @@ from torch import fx
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
-from mla_fusion.patterns import probe
+from mla_fusion.patterns import probe, tokens
 from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, tensors, walk
 from mla_fusion.patterns.site import called, functionalized_op, is_live, outputs
 from mla_fusion.report.reasons import Declined
@@ -202,7 +202,7 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
 def _is_formula(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
     """Whether the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit. What is
     rounded to fp8 is compared before: other orders of operations differ there."""
-    if probe.mixes(interior) or not _takes_reciprocal(interior, output, scale):
+    if tokens.mixes(interior) or not _takes_reciprocal(interior, output, scale):
         return False
     sink, shape = interior[-1], probe.concrete_shape(output[0])
     dtype = sink.meta["val"].dtype
