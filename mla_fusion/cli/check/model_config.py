@@ -215,7 +215,7 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
         kept = f"{layers} MLA layers, the kind of one in {group} of its {all_layers} layers"
     notes = [
         *([kept, "the draft head beside them"] if draft else [kept]),
-        f"{small['num_attention_heads']} heads (one rank of {ranks})",
+        f"{small['num_attention_heads']} heads" + f" (one rank of {ranks})" * (ranks > 1),
         f"hidden size {small['hidden_size']}",
         "no experts" if has_experts and not needs_experts else f"at most {_EXPERTS} experts",
         "dummy weights in bfloat16",
