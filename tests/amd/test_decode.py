@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.cdna.cards import why_no_sparse
 from mla_fusion.cli.selftest import planner, sparse
 from mla_fusion.cli.selftest.sparse import Variant
 from tests.amd import decode

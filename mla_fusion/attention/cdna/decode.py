@@ -30,12 +30,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3
 
 from mla_fusion import gpu
-from mla_fusion.attention.cdna.fits import decode as fits
-from mla_fusion.attention.cdna.fits import rows_and_waves
+from mla_fusion.attention.cdna.cards import rows_and_waves
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 WARPS = gl.constexpr(4)
 TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time

@@ -19,11 +19,10 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common, tile
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
-from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 
 @gluon.jit

@@ -22,16 +22,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.cards import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.common import async_load, barrier, load_layout, tma_load
-from mla_fusion.attention.hopper.fits import PRODUCT_COLUMNS, product_rows
-from mla_fusion.attention.hopper.fits import product as fits
 from mla_fusion.attention.plan.epilogue import EPSILON as LEAST_SCALE
 from mla_fusion.attention.plan.epilogue import largest
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
 COLUMNS = gl.constexpr(PRODUCT_COLUMNS)

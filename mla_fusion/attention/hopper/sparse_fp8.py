@@ -24,14 +24,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item
 from mla_fusion.attention.hopper.decode import store_item
-from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
-from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
 from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM

@@ -21,13 +21,12 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item, tiles_of
-from mla_fusion.attention.hopper.fits import sparse_specialized as fits
 from mla_fusion.attention.hopper.sparse_specialized_gather import Scopes, gather
 from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers, turn_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 
 # Tiles of keys in shared memory, and two barriers of each. keys: [n, tokens, L]. ropes: [n,

@@ -32,12 +32,11 @@ from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, cache_boxes
-from mla_fusion.attention.hopper.fits import warp_specialized as fits
 from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.

@@ -217,11 +217,6 @@ def decode_kernel(
 kernel: Any = decode_kernel
 
 
-def fits(given: Inputs) -> str:
-    """It takes all that the provider does."""
-    return ""
-
-
 def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tuple[int, int]:
     """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
     gfx942, gfx950 and sm_90 without spilling registers in the loop over tiles; fp8 latents above
