@@ -249,7 +249,7 @@ def attend(
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "block_units", "fresh"])
-def decode_kernel(
+def mla_sparse_hopper_fp8(
     q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
@@ -319,7 +319,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_sparse_hopper_fp8
 
 
 def arguments(given: Inputs) -> Launch:

@@ -137,7 +137,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
 @gluon.jit(
     do_not_specialize=["table_stride", "extra_table_stride", "units", "extra_units", "fresh"]
 )
-def decode_kernel(
+def mla_sparse_hopper_ws(
     table_ptr, extra_table_ptr, lens_ptr, sink_ptr, cache_ptr, extra_cache_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, units, extra_units,
@@ -201,7 +201,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_sparse_hopper_ws
 
 
 def arguments(given: Inputs) -> Launch:

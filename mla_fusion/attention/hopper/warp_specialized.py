@@ -41,7 +41,7 @@ __all__ = ["arguments", "kernel"]
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
-def decode_kernel(
+def mla_decode_hopper_ws(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
     qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
@@ -131,7 +131,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_decode_hopper_ws
 
 
 def arguments(given: Inputs) -> Launch:
