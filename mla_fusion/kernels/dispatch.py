@@ -34,7 +34,7 @@ class Widths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One configuration of `triton_kernels.prep_kernel`.
+    """One configuration of `triton_kernels.mla_prep`.
 
     block_m, block_n: tokens and latents of a product tile; with block_m 1 no matrix instructions.
     m_tiles: token tiles of one product program, which loads its tile of W_UK once.

@@ -86,7 +86,7 @@ def _pad(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What `prep_kernel` is compiled for.
+    """What `mla_prep` is compiled for.
 
     ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
     0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
@@ -154,12 +154,12 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     args, options = launch_arguments(plan, inputs)
     programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     tiles = -(-widths.latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
-    triton_kernels.prep_kernel[programs + heads * tiles,](*args, **options)
+    triton_kernels.mla_prep[programs + heads * tiles,](*args, **options)
     return q_out
 
 
 def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU)."""
+    """Positional arguments and keywords of `mla_prep` (also for compiling without a GPU)."""
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
     w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out

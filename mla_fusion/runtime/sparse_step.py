@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_fusion import config, gpu, logger
-from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.cdna.cards import why_no_sparse
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch

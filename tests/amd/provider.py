@@ -14,19 +14,20 @@ from mla_fusion.kernels import triton_kernels as region_kernels
 from tests.amd import compile, execute
 from tests.gpus import imitated
 
+DECODED = "out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"
 # The parameters that a kernel may write.
 WRITABLE = {
-    "prep_kernel": ("out_ptr", "cache_ptr"),
-    "decode_kernel": ("out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"),
-    "reduce_kernel": ("out_ptr", "lse_ptr"),
-    "quantize_kernel": ("out_ptr", "scale_ptr"),
-    "plan_kernel": (
+    "mla_prep": ("out_ptr", "cache_ptr"),
+    **dict.fromkeys(("mla_decode_triton", "mla_decode_cdna"), DECODED),
+    "mla_reduce": ("out_ptr", "lse_ptr"),
+    "mla_quantize": ("out_ptr", "scale_ptr"),
+    "mla_plan": (
         "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
         "plan_qo_indptr", "plan_kv_indptr", "scratch",
     ),
 }  # fmt: skip
 KERNELS = (
-    (region_kernels, "prep_kernel"), (planner_triton, "plan_kernel"), (decode_kernel, "kernel"),
+    (region_kernels, "mla_prep"), (planner_triton, "mla_plan"), (decode_kernel, "kernel"),
     (cdna_kernel, "kernel"), (reduce_kernel, "kernel"), (quantize_kernel, "kernel"),
 )  # fmt: skip
 

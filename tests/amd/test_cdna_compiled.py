@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention.cdna import cards as cdna_cards
 from mla_fusion.attention.cdna import decode as cdna_kernel
 from tests.amd import compile, decode, execute
 from tests.amd.provider import WRITABLE
@@ -19,7 +20,7 @@ MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (1
 def launch_of(target, kind, heads, page):
     """What a decode launches: arguments and options, for blocks of `page` tokens."""
     given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
-    assert not cdna_kernel.fits(given)
+    assert not cdna_cards.decode(given)
     with imitated(target):
         _, args, options = cdna_kernel.arguments(given)
     return args, options

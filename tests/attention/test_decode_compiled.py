@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention.hopper import (
+    cards,
     decode,
-    fits,
     sparse_fp8,
     sparse_specialized,
     warp_specialized,
@@ -66,7 +66,7 @@ WIDTHS = [(MISTRAL_SMALL, 16), (MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 
 @pytest.mark.parametrize("case", daily(itertools.product(WIDTHS, (BF16, FN)), (WIDTHS[0], FN)))
 def test_other_widths(case):
     (widths, heads), dtype = case
-    assert widths in fits.WIDTHS
+    assert widths in cards.WIDTHS
     result = report("sm_90", decode, heads, dtype, widths=widths)
     assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
     assert ("QGMMA" in result.matrix) == (dtype == FN), result

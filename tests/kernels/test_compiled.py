@@ -35,7 +35,7 @@ def arguments(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=Non
 
 
 def report(target, args, options):
-    return compile_report(target, triton_kernels.prep_kernel, args, options)
+    return compile_report(target, triton_kernels.mla_prep, args, options)
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
@@ -43,10 +43,10 @@ def test_what_a_launch_knows_of_its_arguments(target):
     """On AMD that a tensor lies within 2 GiB, which gives it buffer instructions; everywhere
     alignments, and integers of 1."""
     args, options = arguments(target, DEFAULTS[64], 64, FP8[target])
-    names = triton_kernels.prep_kernel.arg_names
+    names = triton_kernels.mla_prep.arg_names
     far = meta(2**16, 64, 576, dtype=FP8[target])
     args = tuple(far if name == "cache_ptr" else x for name, x in zip(names, args, strict=False))
-    source, _ = specialize(target, triton_kernels.prep_kernel, args, options)
+    source, _ = specialize(target, triton_kernels.mla_prep, args, options)
     near = ["tt.pointer_range", 32]
     for index, (name, value) in enumerate(zip(names, args, strict=False)):
         known = source.attrs.get((index,), [])

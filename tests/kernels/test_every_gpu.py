@@ -36,7 +36,7 @@ def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=
     plan = dispatch.fit(plan, provider._pad(nope), provider._pad(rope), 2)
     options = {"neox": {"neox": True}, "factor": {"factor": FP32}}.get(also, {})
     given = arguments(target, plan, tokens, dtype, widths=widths, **options)
-    return triton_kernels.prep_kernel, *given
+    return triton_kernels.mla_prep, *given
 
 
 def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
@@ -73,16 +73,16 @@ def planner(target, dtype, max_batch, ctas, heads):
     launched = []
     plan = plan_for(max_batch=max_batch, ctas=ctas, num_heads=heads)
     recorder = {(1,): lambda *args, **options: launched.append((args, options))}
-    with mock.patch.object(planner_triton, "plan_kernel", recorder):
+    with mock.patch.object(planner_triton, "mla_plan", recorder):
         planner_triton.fill(plan, torch.arange(9).int(), torch.ones(8).int(), 1)
-    return planner_triton.plan_kernel, *launched[0]
+    return planner_triton.mla_plan, *launched[0]
 
 
 def entries(target, dtype, page):
     """The list of pages that AITER reads."""
     names = {"PAGE": page, "BLOCK": entries_kernel.BLOCK, "CTAS": entries_kernel.CTAS}
     given = [meta(9, dtype=torch.int32) for _ in range(3)]
-    return entries_kernel.expand_kernel, (*given, 2560, 2**26), {**names, "num_warps": 4}
+    return entries_kernel.mla_entries, (*given, 2560, 2**26), {**names, "num_warps": 4}
 
 
 # What is launched, with which type of cache or result, and how.

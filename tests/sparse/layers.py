@@ -18,7 +18,7 @@ import torch
 from mla_fusion import gpu
 from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna import fits
+from mla_fusion.attention.cdna import cards
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
@@ -238,7 +238,7 @@ def plant(monkeypatch, config, impl, changes):
     """Change what a layer, its engine's configs or what asks about the GPU have of these names."""
     configs = config, config.model_config, config.parallel_config, config.attention_config
     for name, value in changes.items():
-        owners = (vllm_compat, region, fits, gpu) if callable(value) else configs
+        owners = (vllm_compat, region, cards, gpu) if callable(value) else configs
         owner = next((each for each in owners if hasattr(each, name)), impl)
         if name == "hisparse_config":
             owner = config.attention_config  # vLLM 0.26 has none

@@ -134,7 +134,7 @@ def store_item(
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @triton.jit(do_not_specialize=["table_stride", "extra_table_stride"])
-def decode_kernel(
+def mla_decode_triton(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
     lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
     kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
@@ -214,12 +214,7 @@ def decode_kernel(
         store_item(acc, m, l, value_scale, item, row, target, sink_ptr, FORM, L_PAD)
 
 
-kernel: Any = decode_kernel
-
-
-def fits(given: Inputs) -> str:
-    """It takes all that the provider does."""
-    return ""
+kernel: Any = mla_decode_triton
 
 
 def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tuple[int, int]:

@@ -25,7 +25,7 @@ def power_of_two(scale):
 
 # A stride of 1 is not specialized: the warm-up has scales in rows, a graph may have columns.
 @triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])
-def quantize_kernel(
+def mla_quantize(
     y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def quantize_kernel(
     tl.store(out_ptr + token * out_stride_t + column, y, mask=inside)
 
 
-kernel: Any = quantize_kernel
+kernel: Any = mla_quantize
 
 
 def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:

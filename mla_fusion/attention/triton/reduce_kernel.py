@@ -24,7 +24,7 @@ def merge_step(lse, part, m, l, acc):
 
 
 @triton.jit
-def reduce_kernel(
+def mla_reduce(
     partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_final_map_ptr, reduce_partial_map_ptr,
     qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
     SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
@@ -80,7 +80,7 @@ def reduce_kernel(
             tl.store(lse_ptr + token * heads + head, lse, mask=real)
 
 
-kernel: Any = reduce_kernel
+kernel: Any = mla_reduce
 
 
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention import triton
+from mla_fusion.attention import cards
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
@@ -86,7 +86,7 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
 
 def concerned(types: set[torch.dtype]) -> list[str]:
     """The checks of `mla-fusion selftest` for what the portable decode launches here."""
-    modules = triton.kernels(torch.device("cuda"))
+    modules = [card.name for card in cards.of(gpu.of("cuda"))]
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
     decodes = {f"decode {module} {kind}" for module in modules for kind in kinds}
     return [name for name in NAMES if name in {"planner", "epilogue", *decodes}]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
+from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
