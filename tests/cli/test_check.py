@@ -267,7 +267,7 @@ WIDE |= {"num_attention_heads": 128}
     [
         ({}, (), "vllm serve MODEL -cc", ("--max-num-seqs 256", "--trust-remote", "checkpoint")),
         ({"auto_map": {"AutoModel": "code.Model"}}, (), "MODEL --trust-remote-code -cc", ()),
-        (WIDE, (), "GB of today's largest: --tensor-parallel-size 8 at least", ("weights in",)),
+        (WIDE, (), "holds (288): --tensor-parallel-size 8 at least", ("weights in",)),
         (WIDE, ("--tensor-parallel-size", 4), "on 4 GPUs more than", ()),
         (WIDE, ("--tensor-parallel-size", 8), "fuses", ("largest",)),
         ({"quantization_config": {"quant_method": "fp8"}}, (), "weights in fp8; W_UK and W_UV", ()),

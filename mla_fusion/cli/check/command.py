@@ -121,7 +121,7 @@ def _of_checkpoint(
             raise Declined("kv-cache-dtype", detail)
     if cut.quantization:
         method = cli.short(str(cut.quantization.get("quant_method", "a type of its own")), 20)
-        said.append(f"weights in {method}; W_UK and W_UV, which the fused op reads, vLLM unpacks")
+        said.append(f"weights in {method}, of which vLLM unpacks W_UK and W_UV for the fused op")
     heads = model.config["num_attention_heads"]
     large = sizes.too_large(cut.weights, heads, settings.tensor_parallel_size)
     if large and not cut.draft:  # whose config tells the sizes of its target

@@ -89,7 +89,7 @@ def too_large(total: float, heads: int, ranks: int) -> str:
         return ""
     fit = (n for n in range(ranks + 1, heads + 1) if heads % n == 0 and total / n < _LARGEST_GPU)
     least = next(fit, None)
-    text = f"about {total / 1e9:,.0f} GB (an estimate from the config)"
+    text = f"about {total / 1e9:,.0f} GB by the config"
     text += f", on {ranks} GPUs more than" if ranks > 1 else ", more than"
-    text += f" the {_LARGEST_GPU // 10**9} GB of today's largest"
+    text += f" one GPU of today holds ({_LARGEST_GPU // 10**9})"
     return f"{text}: --tensor-parallel-size {least} at least" if least else text
