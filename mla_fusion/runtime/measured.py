@@ -7,8 +7,7 @@
     dtype, heads, queries, backend   type of query and cache, heads of a rank, query rows of a
                                      sequence, and vLLM's backend that ours was measured against
     values, vllm, triton, commit, command
-    rows                             [sequences, context, ragged, ours, theirs] each; a time is
-                                     p20, p50, p80 in microseconds, nine numbers in all
+    rows                             the nine numbers of a `Row` each
 
 `mla-fusion calibrate` writes such a file under vLLM's cache root, with `kernels()` as "kernels":
 another library or Triton has others. Its shapes go before the shipped ones.
@@ -19,8 +18,9 @@ engine that brings a newer one should not lose what was measured.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from mla_fusion import logger
 from mla_fusion.config import vllm_compat
@@ -40,8 +40,21 @@ FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
 Kernel = tuple[str, int, int]  # type of the query, heads, query rows of a sequence
 Shape = tuple[str, int, int, str]  # these, and the backend
-Row = Sequence[float]
 Span = tuple[int, int]  # from how many to how many sequences of a step
+
+
+class Row(NamedTuple):
+    """The times of one step: p20, p50 and p80 of both decodes, in microseconds."""
+
+    sequences: int
+    context: int  # KV tokens of each sequence, or of the mean where they are ragged
+    ragged: int
+    ours_p20: float
+    ours: float
+    ours_p80: float
+    theirs_p20: float
+    theirs: float
+    theirs_p80: float
 
 
 def file_name(gpu: str) -> str:
@@ -82,11 +95,11 @@ def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
     """The runs of measured numbers of sequences with which ours is not slower in the mean of the
     contexts, nor by more than MOST_LOST in one. Contexts up to twice `max_model_len` count, or the
     shortest: rows are a factor of 8 apart."""
-    longest = max(2 * max_model_len, min(context for _, context, *_ in rows))
+    longest = max(2 * max_model_len, min(row.context for row in rows))
     ratios: dict[int, list[float]] = {}
-    for sequences, context, _, _, ours, _, _, theirs, _ in rows:
-        if context <= longest:
-            ratios.setdefault(int(sequences), []).append(theirs / ours)
+    for row in rows:
+        if row.context <= longest:
+            ratios.setdefault(row.sequences, []).append(row.theirs / row.ours)
     runs: list[list[int]] = [[]]
     for sequences, here in sorted(ratios.items()):
         if math.prod(here) < 1 or min(here) < 1 - MOST_LOST:
@@ -142,7 +155,7 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     found: dict[Shape, list[Row]] = {}
     for each in held.shapes:  # those of several `values` have one list
         shape = each.dtype, each.heads, each.queries, each.backend
-        found.setdefault(shape, []).extend(each.rows)
+        found.setdefault(shape, []).extend(Row(*row) for row in each.rows)
     return found
 
 

@@ -354,7 +354,7 @@ def test_the_answer_as_json(checked):
     ("", "fp8", 0),
 ])  # fmt: skip
 def test_software_conversions_of_an_old_triton(version, cache, notes, checked, monkeypatch):
-    monkeypatch.setattr(cli, "version_of", lambda package: version)
+    monkeypatch.setattr(check, "version_of", lambda package: version)
     _, _, printed = checked(2, "--kv-cache-dtype", cache)
     assert printed.count("on gfx950 with the Triton that is installed here") == notes
     assert printed.count("install Triton 3.7") == notes

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from mla_fusion import __version__, config, gpu, kernels
-from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short, version_of
+from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
+from mla_fusion.measure.versions import version_of
 from mla_fusion.runtime import measured
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"

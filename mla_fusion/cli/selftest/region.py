@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps, storage
-from mla_fusion.cli.bench.region_cases import Case, build, run
-from mla_fusion.cli.selftest.outcome import Outcome, different_bytes
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.measure.distances import POISON, agreement, steps, storage
+from mla_fusion.measure.outcome import Outcome, different_bytes
+from mla_fusion.measure.region_cases import Case, build, run
+from mla_fusion.measure.timing import capture_calls
 
 reference = get_provider("reference")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -14,10 +14,10 @@ from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import exact_attention
-from mla_fusion.cli.selftest import outcome
-from mla_fusion.cli.selftest.outcome import Outcome
+from mla_fusion.measure import outcome
+from mla_fusion.measure.decode_peers import TOLERANCE
+from mla_fusion.measure.distances import exact_attention
+from mla_fusion.measure.outcome import Outcome
 
 BF16 = torch.bfloat16
 PAGE, NOWHERE = 64, 2**30

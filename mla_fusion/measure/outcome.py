@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from mla_fusion.cli.bench.kit import capture_calls, distance, worst
+from mla_fusion.measure.distances import distance, worst
+from mla_fusion.measure.timing import capture_calls
 
 
 class CannotRun(Exception):
