@@ -139,7 +139,7 @@ def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     # Each draft of MTP is a forward pass of its own, through a layer of the drafter.
     drafts = asked["drafts"] if asked["drafter"] == "mtp" else 0
     layers, passes = asked["layers"] + drafts, 1 + drafts
-    counts: dict[str, float] = dict.fromkeys(KERNELS, layers) | {"plan_kernel": passes}
+    counts: dict[str, float] = dict.fromkeys(KERNELS, layers) | {"mla_plan": passes}
     return dict.fromkeys(("5",) if asked["drafts"] else ("1", "5"), counts)
 
 

@@ -104,7 +104,7 @@ def verdict(arm: str, results: dict[str, dict[str, Any]], model: str, cache: str
     for batch, count in results[arm]["launches"].items():
         taken = arm in ("ours", "shifted") or (arm == "custom" and int(batch) <= most)
         decodes = LAYERS if taken else 0
-        wanted = {"plan_kernel": bool(decodes), "decode_kernel": decodes, "reduce_kernel": decodes}
+        wanted = {"mla_plan": bool(decodes), "mla_decode": decodes, "mla_reduce": decodes}
         if {name: count[name] for name in wanted} != wanted:
             return f"WRONG: {count} {LAUNCHES} {batch}"
     return engine_compare.judge(arm, ("other",), results)

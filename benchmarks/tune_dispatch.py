@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import triton
 
+from mla_fusion import gpu
 from mla_fusion.cli.bench import kit, region_cases
 from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.kernels import triton as provider
@@ -203,8 +204,7 @@ def main() -> None:
 
         kit.table(options.csv, facts, COLUMNS, regions(options, widths, pool), rows)
     if options.tables:
-        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-        write_table(options.tables, facts["gpu"], arch, plans)
+        write_table(options.tables, facts["gpu"], gpu.of("cuda").arch, plans)
 
 
 if __name__ == "__main__":

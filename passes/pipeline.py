@@ -28,13 +28,13 @@ from mla_fusion import logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
-from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
 from mla_fusion.patterns.nodes import dtype_of, tensors
-from mla_fusion.patterns.site import ATTENTION, attention_calls, called
+from mla_fusion.patterns.site import ATTENTION, attention_calls, called, functionalized_op
 from mla_fusion.report import LayerGraph, Node
 from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import decode_choice
@@ -126,8 +126,25 @@ class LastStep(InductorPass):
         return f"mla_fusion-{source_hash()}-{self.rest.uuid() if self.rest else ''}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        fix, compile_range = MLAFixFunctionalizationPass, get_pass_context().compile_range
-        contained(graph, compile_range, lambda graph, record: fix(self.rest)(graph))
+        """Run pass 5, contained, then vLLM's step, whose error is raised unchanged."""
+        fix, compile_range = MLAFixFunctionalizationPass(None), get_pass_context().compile_range
+        contained(graph, compile_range, lambda graph, record: fix(graph))
+        if self.rest is None:
+            return
+        # vLLM's step never meets an op of pass 5 that stayed functional, for instance after an
+        # error of pass 5: Inductor copies for it, and vLLM's step could raise on it.
+        kept = {n: n.target for n in graph.nodes if functionalized_op(n) in OWN}
+        for node in kept:
+            node.target = _hidden
+        try:
+            self.rest(graph)
+        finally:
+            for node, target in kept.items():
+                node.target = target
+
+
+def _hidden() -> None:
+    """Target of the nodes that vLLM's last step must not recognize."""
 
 
 def contained(

@@ -63,14 +63,15 @@ def _is_all_that_changes(
     found: Site, q: fx.Node, query: fx.Node, k_pe: fx.Node, rotated: tuple[fx.Node, fx.Node]
 ) -> bool:
     """Whether `query` is the tail of q, and q and k_pe of the site have `rotated` in its place."""
-    values = probe.run([found.q, found.k_pe, query, k_pe, q], found.q.meta["val"].dtype)
-    if values is None:
-        return False
     width = probe.concrete_shape(found.k_pe)[-1]
-    tail = values[rotated[0]].reshape(*values[q].shape[:-1], width)
-    want = {
-        query: values[q][..., -width:].reshape(values[query].shape),
-        found.q: torch.cat((values[q][..., :-width], tail), dim=-1),
-        found.k_pe: values[rotated[1]].reshape(values[found.k_pe].shape),
-    }
-    return probe.same(values, want)
+
+    def formula(values: probe.Values, minus: probe.Minus) -> probe.Values:
+        tail = values[rotated[0]].reshape(*values[q].shape[:-1], width)
+        return {
+            query: values[q][..., -width:].reshape(values[query].shape),
+            found.q: torch.cat((values[q][..., :-width], tail), dim=-1),
+            found.k_pe: values[rotated[1]].reshape(values[found.k_pe].shape),
+        }
+
+    runs = probe.run([found.q, found.k_pe, query, k_pe, q])
+    return runs is not None and probe.same(runs, formula)

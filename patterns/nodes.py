@@ -14,6 +14,15 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+aten = torch.ops.aten
+
+# Their arguments: what is looked up in, and where.
+LOOKUPS: dict[Any, tuple[str, str]] = {
+    aten.index.Tensor: ("self", "indices"),
+    aten.index_select.default: ("self", "index"),
+    aten.embedding.default: ("weight", "indices"),
+}
+
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node stands for: one, several or none."""
@@ -31,6 +40,27 @@ def is_float(node: fx.Node) -> bool:
     """Whether a node stands for one tensor of a floating-point type."""
     dtype = dtype_of(node)
     return dtype is not None and dtype.is_floating_point
+
+
+def holds(wider: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether type `wider` has every number of type `dtype`, so that a conversion rounds none.
+    Integers are positions and places, which all fit 32 bits."""
+    if wider == dtype:
+        return True
+    if not (wider.is_floating_point and dtype.is_floating_point):
+        counts = not any(each.is_floating_point or each.is_complex for each in (wider, dtype))
+        return counts and wider.itemsize >= 4
+    if wider.itemsize == 1 or dtype is torch.float4_e2m1fn_x2:
+        return False  # torch has no such conversion of 4-bit types, nor the eps of each 8-bit one
+    a, b = torch.finfo(wider), torch.finfo(dtype)
+    # The step of subnormal numbers is tiny * eps.
+    return a.eps <= b.eps and a.tiny * a.eps <= b.tiny * b.eps and a.max >= b.max
+
+
+def lookup(node: fx.Node) -> tuple[Any, Any]:
+    """What a node of `LOOKUPS` looks up in, and the first index of where."""
+    table, rows = (arguments(node)[name] for name in LOOKUPS[node.target])
+    return table, rows[0] if isinstance(rows, tuple | list) else rows
 
 
 def schema_of(node: fx.Node) -> Any:

@@ -22,7 +22,7 @@ from torch import fx
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, largest
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.ops import Quantization
-from mla_fusion.patterns import probe
+from mla_fusion.patterns import probe, tokens
 from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, tensors, walk
 from mla_fusion.patterns.site import called, functionalized_op, is_live, outputs
 from mla_fusion.report.reasons import Declined
@@ -75,7 +75,7 @@ def read(output: list[fx.Node]) -> OutputQuantization:
         return _native(output, readers)
     if others := [_name(reader) for reader in readers if reader is not first]:
         raise Declined("output-shared", f"{_name(first)} and {', '.join(others)}")
-    return _by_op(first)
+    return _by_op(first, output)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -127,7 +127,7 @@ def _other(detail: str) -> Declined:
     return Declined("output-quantization", detail)
 
 
-def _by_op(node: fx.Node) -> OutputQuantization:
+def _by_op(node: fx.Node, output: list[fx.Node]) -> OutputQuantization:
     """An op of vLLM: by one scale, or by those of groups of 128, powers of two or not."""
     if (op := functionalized_op(node)) not in _OPS:
         raise _other(_name(node))
@@ -135,6 +135,10 @@ def _by_op(node: fx.Node) -> OutputQuantization:
     quantized, values = args[_OPS[op]], outputs(node, 1)
     _check_type(quantized, FP8_DTYPES)
     *rows_of, columns = _shape(args["input"])
+    # It may read the output in another place, as the buffer of its scales.
+    source = probe.strip(args["input"], _IN_ORDER)
+    if source not in output or [*rows_of, columns] != _shape(source):
+        raise _other(f"{_name(node)} of another value")
     if _shape(quantized) != [*rows_of, columns]:
         raise _other(f"{_name(node)} of padded rows")
     if _OPS[op] == "result":
@@ -198,7 +202,7 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
 def _is_formula(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
     """Whether the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit. What is
     rounded to fp8 is compared before: other orders of operations differ there."""
-    if probe.mixes(interior) or not _takes_reciprocal(interior, output, scale):
+    if tokens.mixes(interior) or not _takes_reciprocal(interior, output, scale):
         return False
     sink, shape = interior[-1], probe.concrete_shape(output[0])
     dtype = sink.meta["val"].dtype

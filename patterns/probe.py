@@ -6,20 +6,39 @@ movement, and addition, negation and multiplication. Its result is then a polyno
 and two polynomials that agree at a random point are the same one (Schwartz-Zippel lemma), up to
 float64 rounding.
 
+Polynomials round nothing, and the graph does. Three rules keep its rounding that of the formula:
+
+1. No type on the way to an output rounds more than the output's own (`_rounds`), whatever the op.
+2. No terms cancel: `(k + p) - p` is k, less all digits below the last of p. The cone is also run
+   on the magnitudes of its leaves with every sign positive, and compared with the formula run so.
+   The two differ as soon as a term of one node is missing in the result, so every value on the way
+   is bounded by the formula's terms, and so is the error.
+3. No constant but 1 and -1 multiplies: `k * 1e5 * 1e-5` is k, but leaves the range of fp16.
+
 That holds for the number of tokens that is run, and for every number because the same polynomials
-make every token of the result from that token of the inputs, which `mixes` decides without running
-anything. No two tokens of a probe are at the same position, so none stands for another."""
+make every token of the result from that token of the inputs, which `tokens.mixes` decides without
+running anything. No two tokens of a probe are at the same position, so none stands for another."""
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import fx
 
-from mla_fusion.patterns.nodes import arguments, dtype_of, is_float, tensors, walk
+from mla_fusion.patterns.nodes import (
+    LOOKUPS,
+    arguments,
+    dtype_of,
+    holds,
+    is_float,
+    lookup,
+    tensors,
+    walk,
+)
+from mla_fusion.patterns.tokens import mixes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -31,21 +50,14 @@ VIEWS = {
     aten.transpose.int, aten.alias.default,
 }  # fmt: skip
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
-# What is looked up in, and where.
-LOOKUPS = {
-    aten.index.Tensor: lambda node: (node.args[0], node.args[1][0]),
-    aten.index_select.default: lambda node: (node.args[0], node.args[2]),
-    aten.embedding.default: lambda node: (node.args[0], node.args[1]),
-}
-PURE = VIEWS | CASTS | LOOKUPS.keys() | {
+ARITHMETIC = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
+PURE = VIEWS | CASTS | LOOKUPS.keys() | ARITHMETIC | {
     aten.cat.default, aten.stack.default, aten.clone.default, aten.copy.default,
-    aten.slice_scatter.default, aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
-    aten.sym_size.int,
+    aten.slice_scatter.default, aten.neg.default, aten.sym_size.int,
 }  # fmt: skip
-# They take sizes; a size may depend on the number of tokens.
-_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-# Their `dim` is one of the result that the inputs do not have.
-_NEW_DIM = {aten.unsqueeze.default, aten.stack.default}
+
+Values = dict[fx.Node, Any]
+Minus = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def cone(
@@ -78,40 +90,86 @@ def concrete_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def run(
-    outputs: Iterable[fx.Node], activation: torch.dtype, stop: Iterable[fx.Node] = ()
-) -> dict[fx.Node, Any] | None:
-    """Values of `outputs` and of all in their `cone`, for random leaves. Casts are no-ops if they
-    lose no more than a value of type `activation` would. None: a node does not run on the probing
-    values, casts to a lesser type, or does not treat every token alike."""
+    outputs: Iterable[fx.Node], stop: Iterable[fx.Node] = ()
+) -> list[tuple[Values, Minus]] | None:
+    """Values of `outputs` and of all in their `cone`, for random leaves; then their magnitudes, of
+    which nothing is subtracted. Each comes with what stands for a subtraction, for `same`. None: a
+    node does not run on the probing values, rounds or multiplies by a constant as the formula does
+    not, or does not treat every token alike."""
+    outputs, stop = list(outputs), list(stop)
     interior, leaves = cone(outputs, stop)
-    casts = (node for node in interior if node.target in CASTS)
-    if mixes(interior) or not all(_keeps_precision(cast, activation) for cast in casts):
+    if mixes(interior) or any(map(_has_constant, interior)):
         return None
-    values = _leaf_values(leaves)
-    return None if values is None else evaluate(interior, values, no_ops=CASTS)
+    values = None if any(_rounds(each, stop) for each in outputs) else _leaf_values(leaves)
+    if values is None:
+        return None
+    magnitudes = {leaf: abs(v) if is_float(leaf) else v for leaf, v in values.items()}
+    signed = evaluate(interior, values, _exact)
+    unsigned = evaluate(interior, magnitudes, _unsigned)
+    if signed is None or unsigned is None:
+        return None
+    return [(signed, torch.sub), (unsigned, torch.add)]
 
 
 def evaluate(
-    interior: Iterable[fx.Node], values: dict[fx.Node, Any], no_ops: AbstractSet[Any] = frozenset()
-) -> dict[fx.Node, Any] | None:
-    """`values` with those of `interior`; None if a node does not run on them."""
+    interior: Iterable[fx.Node],
+    values: Values,
+    op_of: Callable[[fx.Node], Callable[..., Any]] = operator.attrgetter("target"),
+) -> Values | None:
+    """`values` with those of `interior`, by the op itself or what `op_of` puts in its place; None
+    if a node does not run on them."""
     try:
         for node in interior:
-            if node.target in no_ops:
-                values[node] = values[node.all_input_nodes[0]]
-                continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = op_of(node)(*args, **kwargs)
     except (RuntimeError, IndexError, TypeError, KeyError):
         return None
     return values
 
 
-def _keeps_precision(cast: fx.Node, activation: torch.dtype) -> bool:
-    source, target = cast.all_input_nodes[0], dtype_of(cast)
-    if is_float(source):
-        return target in (activation, torch.float32, torch.float64)
-    return dtype_of(source) is not None and target in (torch.int32, torch.int64)
+def _same_value(value: Any, *unused: Any, **options: Any) -> Any:
+    return value
+
+
+def _exact(node: fx.Node) -> Any:
+    """The op in float64: a cast changes nothing."""
+    return _same_value if node.target in CASTS else node.target
+
+
+def _unsigned(node: fx.Node) -> Any:
+    """The op on magnitudes; integers, which are positions, keep their signs."""
+    if not is_float(node):
+        return _exact(node)
+    if node.target is aten.neg.default or (node.target is aten.mul.Tensor and _constants(node)):
+        return _same_value
+    return aten.add.Tensor if node.target is aten.sub.Tensor else _exact(node)
+
+
+def _constants(node: fx.Node) -> list[Any]:
+    """The numbers among the factors and terms of a product, a sum or a difference."""
+    if node.target not in ARITHMETIC:
+        return []
+    return [each for each in arguments(node).values() if isinstance(each, int | float | complex)]
+
+
+def _has_constant(node: fx.Node) -> bool:
+    """Whether a number other than 1 and -1 changes a float value."""
+    return is_float(node) and any(abs(number) != 1 for number in _constants(node))
+
+
+def _rounds(output: fx.Node, stop: list[fx.Node]) -> bool:
+    """Whether a node before `output` rounds a value, or may, more than the output's type does: its
+    type holds neither every number of an input's type nor every one of the output's. Decided by
+    types alone, so `copy` and `slice_scatter` into a buffer round like a cast."""
+    for node in cone([output], stop)[0]:
+        values = [lookup(node)[0]] if node.target in LOOKUPS else node.all_input_nodes
+        for source in (tensor.dtype for value in values for tensor in tensors(value)):
+            for made in (tensor.dtype for tensor in tensors(node)):
+                both_float = made.is_floating_point and source.is_floating_point
+                enough = both_float and holds(made, output.meta["val"].dtype)
+                if not (enough or holds(made, source)):
+                    return True
+    return False
 
 
 def _is_table(node: fx.Node) -> bool:
@@ -119,7 +177,7 @@ def _is_table(node: fx.Node) -> bool:
     for user in node.users:
         if user.target in CASTS and _is_table(user):
             return True
-        if user.target in LOOKUPS and LOOKUPS[user.target](user)[0] is node:
+        if user.target in LOOKUPS and lookup(user)[0] is node:
             return True
     return False
 
@@ -148,11 +206,13 @@ def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any] | None:
     return values
 
 
-def same(values: dict[fx.Node, Any], wanted: dict[fx.Node, torch.Tensor]) -> bool:
-    """Whether float64 values are those wanted, up to the rounding of a handful of operations."""
+def same(runs: list[tuple[Values, Minus]], formula: Callable[[Values, Minus], Values]) -> bool:
+    """Whether all nodes that `formula` gives a value for have it in both of `run`, up to the
+    float64 rounding of a handful of operations."""
     return all(
         values[node].shape == want.shape and torch.allclose(values[node], want, 1e-9, 1e-9)
-        for node, want in wanted.items()
+        for values, minus in runs
+        for node, want in formula(values, minus).items()
     )
 
 
@@ -176,120 +236,3 @@ def strip(node: fx.Node, targets: set[Any]) -> fx.Node:
     while node.op == "call_function" and node.target in targets and node.args:
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-class _Mixed(Exception):
-    """An op does not keep the tokens apart, or it cannot be told."""
-
-
-def mixes(interior: Iterable[fx.Node]) -> bool:
-    """Whether a node of a cone does not treat every token alike, or may not.
-
-    A value has at most one token dimension: the one whose size is a multiple of the number of
-    tokens, which is a symbol. An op keeps the tokens apart if token t of its result is a function
-    of token t of its inputs, the same function for every t and for every number of tokens; then so
-    does a cone of such ops. It rests on the sizes in the metadata and on the names of an op's
-    arguments in its schema. An op that acts along the token dimension is refused unless it takes
-    all of it, from 0 to the end; so is one whose numbers depend on the number of tokens.
-
-    Where no size is a symbol the graph has one number of tokens, and is probed with that."""
-    unit: Any = None
-    try:
-        for node in interior:
-            shapes = (tensor.shape for n in (node, *node.all_input_nodes) for tensor in _tensors(n))
-            sizes: list[Any] = [size for shape in shapes for size in shape if _is_symbolic(size)]
-            for size in (size.node.expr for size in sizes):
-                # The least size so far of which all others are multiples.
-                if unit is None or (_times(unit, size) and not _times(size, unit)):
-                    unit = size
-                if not _times(size, unit):
-                    return True
-            _check(node)
-    except _Mixed:
-        return True
-    return False
-
-
-def _times(size: Any, unit: Any) -> bool:
-    """Whether `size` is a whole multiple of `unit`."""
-    return size == unit or bool((size / unit).cancel().is_Integer)
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    """What a node stands for: one tensor or several; none for a size."""
-    if node.meta.get("val") is None:
-        raise _Mixed
-    return tensors(node)
-
-
-def _is_symbolic(size: Any) -> bool:
-    """Whether a size depends on the number of tokens."""
-    return not isinstance(size, int) and bool(size.node.expr.free_symbols)
-
-
-def _token_dim(node: fx.Node) -> int | None:
-    """The token dimension of a node's value, or of every one of its values."""
-    shapes = [tensor.shape for tensor in _tensors(node)]
-    dims = [[dim for dim, size in enumerate(shape) if _is_symbolic(size)] for shape in shapes]
-    if any(len(each) > 1 or each != dims[0] for each in dims):
-        raise _Mixed
-    return dims[0][0] if dims and dims[0] else None
-
-
-def _check(node: fx.Node) -> None:
-    """Raise `_Mixed` unless `node` keeps the tokens apart."""
-    made = _token_dim(node)
-    inputs = [n for n in node.all_input_nodes if _tensors(n)]
-    given = [_token_dim(n) for n in inputs]
-    if not _tensors(node) or node.target is operator.getitem:
-        return
-    of_tokens = any(dim is not None for dim in given)
-    expanded = made is not None and node.target is aten.expand.default
-    if of_tokens != (made is not None) and not expanded:
-        raise _Mixed  # some rows of a value without tokens, or one row of all
-    named = arguments(node)
-    _check_dim(node, named)
-    _check_sizes(node, named)
-    # Tokens may be what is looked up, not what is looked up in.
-    if node.target is aten.index.Tensor:
-        dim, places = _token_dim(named["self"]), named["indices"]
-        if dim is not None and dim < len(places) and places[dim] is not None:
-            raise _Mixed
-    if node.target is aten.embedding.default and _token_dim(named["weight"]) is not None:
-        raise _Mixed
-    if node.target in _RESHAPES and made is not None:
-        before, after = inputs[0].meta["val"].shape, node.meta["val"].shape
-        if math.prod(before[: given[0]]) != math.prod(after[:made]):
-            raise _Mixed
-
-
-def _check_dim(node: fx.Node, named: dict[str, Any]) -> None:
-    """An op along one dimension: not along that of the tokens, unless it takes all of it."""
-    if "dim" not in named or node.target in _NEW_DIM:
-        return
-    dims = named["dim"] if isinstance(named["dim"], tuple | list) else [named["dim"]]
-    rank = max(tensor.dim() for n in node.all_input_nodes for tensor in _tensors(n))
-    along = {_token_dim(n) for n in node.all_input_nodes}
-    if any(dim % rank in along for dim in dims) and not _takes_all(node, named):
-        raise _Mixed
-
-
-def _takes_all(node: fx.Node, named: dict[str, Any]) -> bool:
-    """Whether a slice, or a scatter into one, is of all rows."""
-    if not {"start", "end", "step"} <= named.keys():
-        return False
-    whole = [*node.all_input_nodes[:1], node, named.get("src", node)]
-    rows = {str(_tensors(each)[0].shape[_token_dim(each) or 0]) for each in whole}
-    return named["start"] in (None, 0) and named["step"] == 1 and len(rows) == 1
-
-
-def _check_sizes(node: fx.Node, named: dict[str, Any]) -> None:
-    """A number that is computed from the number of tokens is a size, or the end of all rows."""
-    if node.target in _RESHAPES or node.target is aten.expand.default:
-        return
-    for name, value in named.items():
-        found: list[fx.Node] = []
-        fx.node.map_arg(value, found.append)
-        sized = not all(_tensors(n) for n in found)
-        if sized and not (name == "end" and _takes_all(node, named)):
-            raise _Mixed

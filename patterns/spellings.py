@@ -23,7 +23,7 @@ from torch import fx
 
 from mla_fusion.ops import Rope
 from mla_fusion.patterns import inplace, native, probe
-from mla_fusion.patterns.nodes import dtype_of, is_float, walk
+from mla_fusion.patterns.nodes import LOOKUPS, dtype_of, holds, is_float, walk
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, RopeMatch, Site, functionalized_op
 from mla_fusion.report.reasons import Declined
 
@@ -78,8 +78,8 @@ def _widens(node: fx.Node) -> bool:
     """Whether `node` is a cast that rounds nothing."""
     if node.target not in probe.CASTS:
         return False
-    source = node.all_input_nodes[0]
-    return is_float(source) and source.meta["val"].itemsize < node.meta["val"].itemsize
+    source, dtype = node.all_input_nodes[0], dtype_of(node)
+    return is_float(source) and dtype is not None and holds(dtype, source.meta["val"].dtype)
 
 
 def _rotated(node: Any, query: fx.Node) -> fx.Node | None:
@@ -100,16 +100,18 @@ def _factors(node: Any, query: fx.Node) -> fx.Node | None:
 
 def _is_the_product(query: fx.Node, rotated: fx.Node, factors: fx.Node) -> bool:
     """Whether `query` is `rotated`, each token times its factor."""
-    values = probe.run([query], query.meta["val"].dtype, stop=[rotated, factors])
-    if values is None:
-        return False
-    return probe.same(values, {query: values[rotated] * values[factors].reshape(-1, 1, 1)})
+
+    def formula(values: probe.Values, minus: probe.Minus) -> probe.Values:
+        return {query: values[rotated] * values[factors].reshape(-1, 1, 1)}
+
+    runs = probe.run([query], stop=[rotated, factors])
+    return runs is not None and probe.same(runs, formula)
 
 
 def _diagnosis(site: Site) -> Declined:
     """Why no spelling fits."""
     interior, leaves = probe.cone([site.q, site.k_pe])
-    if not any(node.target in probe.LOOKUPS for node in interior) and _has_angles(site.k_pe):
+    if not any(node.target in LOOKUPS for node in interior) and _has_angles(site.k_pe):
         return Declined("computed-angles")
     calls = {leaf.args[0] for leaf in leaves if leaf.target is operator.getitem}
     inner, sources = probe.cone(node for call in calls for node in call.all_input_nodes)

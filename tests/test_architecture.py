@@ -15,7 +15,7 @@ FOLDERS = ("mla_fusion", "passes", "patterns")  # a checkout has the latter two 
 # Rooms, the lowest row first: a room imports from its own row and from lower ones.
 [MAP] = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
 ROWS = [re.findall(r"\w+", line[:24]) for line in MAP.splitlines()]
-KNOW_NO_VLLM = {"ops", "kernels", "attention"}
+KNOW_NO_VLLM = {"gpu", "ops", "kernels", "attention"}
 MAY_IMPORT_VLLM = {"config.vllm_compat", "passes.pipeline"}
 MAY_CHANGE_VLLM = "cli.child"  # in a child process of a command
 KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter", "mla_fusion"}
@@ -164,7 +164,23 @@ def jit_function_returns_none(name, source):
                     yield f"{name}:{node.lineno} returns None from a function of Triton"
 
 
-RULES = vllm_changed_elsewhere, version_asked_elsewhere, jit_function_returns_none
+DEVICE = {"get_device_properties", "get_device_capability", "get_device_name", "current_target",
+          "gcnArchName", "multi_processor_count", "hip"}  # fmt: skip
+
+
+def device_asked_elsewhere(name, source):
+    """Everything else reads a `gpu.Gpu`."""
+    if name in ("gpu", "config.vllm_compat"):
+        return
+    for node in nodes(source):
+        if isinstance(node, ast.Attribute) and node.attr in DEVICE:
+            yield f"{name}:{node.lineno} asks for {node.attr}"
+
+
+RULES = (
+    device_asked_elsewhere, vllm_changed_elsewhere, version_asked_elsewhere,
+    jit_function_returns_none,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mla_fusion.attention.aiter import planner
-from mla_fusion.attention.plan import device
 from mla_fusion.attention.plan.buffers import Settings
 from mla_fusion.config import Options, eligibility, identity, vllm_compat
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, measured, step_plan
 from mla_fusion.runtime.decode_choice import Choice
+from tests.gpus import imitate
 
 H200, AUTO = "NVIDIA H200", Options("triton")
 KEY = "bfloat16", 16, 1, "FLASH_ATTN_MLA"
@@ -266,7 +266,7 @@ def test_a_step_takes_aiters_plan_where_its_own_table_has_none_faster(
     h200, monkeypatch, arch, backend, heads, drafts, seqs, sequences, steps
 ):
     """With drafts too, where a step has none; the report names the steps and the reason."""
-    monkeypatch.setattr(device, "architecture", lambda device: arch)
+    imitate(monkeypatch, arch)
     config, given = engine(seqs=seqs, drafts=drafts), {}
     monkeypatch.setattr(
         step_plan.attention.PersistentDecodePlan, "allocate",

@@ -8,9 +8,8 @@ import torch
 from mla_fusion import attention, kernels
 from mla_fusion.attention import triton
 from mla_fusion.attention.aiter import selection
-from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, vllm_compat
-from mla_fusion.kernels import triton as region
+from tests.gpus import imitate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -50,7 +49,7 @@ def test_passes_without_the_plugin_keep_batch_invariance(monkeypatch):
 @pytest.mark.parametrize("major, minor", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
 def test_fp8_needs_a_gpu_for_which_triton_compiles_it(major, minor, monkeypatch):
     """Also in a call of the kernels; Triton's CompilationError would be all else that is said."""
-    monkeypatch.setattr(region, "_capability", lambda device: (major, minor))
+    imitate(monkeypatch, f"sm_{major}{minor}")
     device, old = torch.device("cuda"), (major, minor) < (8, 9)
     given = layer(kv_cache_dtype="fp8", _k_scale=SimpleNamespace(device=device))
     why = f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
@@ -170,7 +169,7 @@ class TestAiter:
 
     @pytest.mark.parametrize("changes, query_len, arch, reason", OF_AITER)
     def test_what_its_kernels_take(self, monkeypatch, changes, query_len, arch, reason):
-        monkeypatch.setattr(device, "architecture", lambda device: arch)
+        imitate(monkeypatch, arch)
         fp8 = torch.float8_e4m3fn if arch == "gfx950" else torch.float8_e4m3fnuz
         monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: fp8)
         found = declined(layer(**changes), "aiter", BF16, "aiter", query_len)
@@ -178,7 +177,7 @@ class TestAiter:
         assert reason in found and not declined(layer(**changes), "aiter", BF16)
 
     def test_each_shorter_query_needs_a_kernel_too(self, monkeypatch):
-        monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
+        imitate(monkeypatch, "gfx942")
         key = ("gfx942", "bf16", 16)
         monkeypatch.setitem(selection._QUERY_LENS, key, ((2,), ()))
         assert not declined(layer(), "aiter", BF16, "aiter", 2)

@@ -96,7 +96,7 @@ def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
     args = argparse.Namespace(tp=1, dp=1, dcp=1)
     asked = job(**engine.configurations(args)[NAME])
     layers = asked["layers"]
-    counts = dict.fromkeys(engine.KERNELS, layers) | {"plan_kernel": 1}
+    counts = dict.fromkeys(engine.KERNELS, layers) | {"mla_plan": 1}
     says = {"steps": 9, "runner": "V1", "quantizations": ["group"], **instead}
     says = {"ranges": [[1, 16, layers, layers, 0]], "launches": {"1": counts, "5": counts}} | says
     gaps = {"fused": ALL, "portable": ALL} | gaps

@@ -10,6 +10,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from mla_fusion import plugin, report
 from mla_fusion.plugin.workers import STEPS, count_steps
+from mla_fusion.plugin.wrap import WRAPPED
 from mla_fusion.runtime import metrics
 from tests.command import run
 from tests.test_docs import TEXT
@@ -80,7 +81,11 @@ def test_what_builders_of_vllm_build_is_counted_under_their_first_layers(monkeyp
     builder = MLACommonMetadataBuilder
     monkeypatch.setattr(builder, "__init__", lambda *args: None)
     monkeypatch.setattr(builder, "build", lambda *args, **kwargs: batch(4, 4))
+    monkeypatch.setattr(builder, WRAPPED, frozenset(), raising=False)
     older = builder(None, ["c.0"], engine("c.0"))
+    count_steps()
+    ours = builder.build  # another plugin wraps it before the next worker of the process
+    monkeypatch.setattr(builder, "build", lambda *args, **kwargs: ours(*args, **kwargs))
     count_steps()
     steps, others = (metrics.StepCounter(0, given, []) for given in (fused_to(8), None))
     names = [["a.0", "a.1"], ["b.0", "b.1"], ["draft.0"]]

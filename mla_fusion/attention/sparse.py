@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fusion.attention import PersistentDecodePlan
+from mla_fusion import gpu
+from mla_fusion.attention import PersistentDecodePlan, cards
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.card import Decodes
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
 from mla_fusion.kernels.inputs import check
@@ -89,7 +91,8 @@ def sparse_scratch(
     """
     ok = len(widths) in (1, 2) and min(widths) >= 1
     check("widths", ok, "those of one or two scopes", widths)
-    settings = provider.sparse_settings(num_heads, len(widths), layout, torch.device(device))
+    decodes = Decodes(num_heads, 1, kv_dtype, 0, len(widths), layout)
+    settings = cards.settings(gpu.of(device), decodes)
     if ctas is not None:
         settings["ctas"] = ctas
     plan = PersistentDecodePlan.allocate(

@@ -4,6 +4,7 @@ This package reads vLLM's config objects and changes none. This module is loaded
 of vLLM, so it imports only what costs nothing there.
 """
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +87,38 @@ def read_options(additional_config: Any) -> Options:
     return options
 
 
+def misplaced(additional_config: Any) -> list[str]:
+    """Keys of vLLM's `additional_config` that are probably meant for this plugin and are not read:
+    a name close to `OPTIONS_KEY` with an option below it, or an option at the top level.
+
+    A key of another plugin is none of them: its name or its value differs.
+    """
+    from mla_fusion.kernels import PROVIDERS
+
+    given = additional_config if isinstance(additional_config, dict) else {}
+    choices = {"provider": PROVIDERS, "attention": ATTENTION}
+
+    def is_ours(key: Any, value: Any) -> bool:
+        if not isinstance(key, str) or key == OPTIONS_KEY:
+            return False
+        if key in choices:
+            return isinstance(value, str) and value in choices[key]
+        if key == _CAP:
+            return True
+        name = key.lower().replace("-", "_")
+        if not isinstance(value, dict) or not difflib.get_close_matches(
+            name, [OPTIONS_KEY], 1, 0.8
+        ):
+            return False
+        options = [*choices, _CAP]
+        return not value or any(difflib.get_close_matches(str(k), options, 1, 0.8) for k in value)
+
+    return [key for key, value in given.items() if is_ours(key, value)]
+
+
 def is_on(vllm_config: Any) -> bool:
     """Whether the flag is set; a config built before the plugin was loaded has no such field."""
-    return bool(getattr(vllm_config.compilation_config.pass_config, FLAG, False))
+    return getattr(vllm_config.compilation_config.pass_config, FLAG, False) is True
 
 
 def decode_bucket(vllm_config: Any) -> int:

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 
-from mla_fusion import attention, kernels
+from mla_fusion import attention, gpu, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter import selection
-from mla_fusion.attention.plan import device
 from mla_fusion.config import PLANNED, Options, read_options, vllm_compat
-from mla_fusion.kernels.triton import no_fp8
 from mla_fusion.report.reasons import Decline, sparse
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
@@ -181,7 +179,7 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
     if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
     fp8 = provider == "triton" and layer.kv_cache_dtype.startswith("fp8")
-    if fp8 and (why := no_fp8(layer._k_scale.device)):
+    if fp8 and (why := gpu.of(layer._k_scale.device).no_fp8()):
         return Decline("kv-cache-dtype", why)
     widths = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
     if why := kernels.unsupported(provider, *widths):
@@ -199,14 +197,14 @@ def _no_plan(
         return "a sliding window"
     if getattr(layer.impl, "sinks", None) is not None:
         return "attention sinks"
-    gpu, widths = layer._k_scale.device, (layer.kv_lora_rank, layer.qk_rope_head_dim)
+    device, widths = layer._k_scale.device, (layer.kv_lora_rank, layer.qk_rope_head_dim)
     if planner == "aiter":
-        heads, arch = layer.num_heads, device.architecture(gpu)
+        heads, arch = layer.num_heads, gpu.of(device).arch
         if why := selection.unsupported_widths(*widths):
             return why
         why = selection.aiter_verdict_up_to(heads, query_len, query, cache, arch).unsupported
         return f"{heads} heads, {why}" if why else ""
-    impl, executor = type(layer.impl).__name__, attention.portable_provider(gpu)
+    impl, executor = type(layer.impl).__name__, attention.portable_provider(device)
     if "Aiter" in impl:
         return f"{impl} has a persistent plan of its own, and attention=aiter another"
     why = attention.get_provider(executor).unsupported(query, cache, *widths)

@@ -14,10 +14,10 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from mla_fusion.gpu import CDNA, Gpu
+from mla_fusion.kernels.arithmetic import next_power_of_two
 
 FOLDER = Path(__file__).with_name("gpus")
-CDNA = ("gfx942", "gfx950")  # AMD's generations 3 and 4
 
 
 class Widths(NamedTuple):
@@ -34,7 +34,7 @@ class Widths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One configuration of `triton_kernels.prep_kernel`.
+    """One configuration of `triton_kernels.mla_prep`.
 
     block_m, block_n: tokens and latents of a product tile; with block_m 1 no matrix instructions.
     m_tiles: token tiles of one product program, which loads its tile of W_UK once.
@@ -75,7 +75,7 @@ def default_plan(tokens: int, heads: int, latent: int) -> Plan:
     """A plan from the shape: tiles as tall as the batch, as many as fill a GPU."""
     if tokens == 1:
         return Plan(block_m=1, block_n=32, num_warps=2)
-    block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
+    block_m = min(64, max(16, next_power_of_two(tokens)))
     plan = Plan(block_m=block_m, cache_tokens=block_m // 8)
     if heads * latent * math.ceil(tokens / block_m) < 128 * 512:
         return plan
@@ -105,20 +105,13 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=8)
-def device_table(device: torch.device) -> str | None:
+def device_table(here: Gpu) -> str | None:
     """The measured device whose plans serve this one: itself, else one of its architecture, else
     one of `CDNA`, which have plans of their own."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    if name in measured():
-        return name
-    if torch.version.hip is not None:
-        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    else:
-        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    found = next((name for name, device in measured().items() if device.arch == arch), None)
-    return arch if found is None and arch in CDNA else found
+    if here.name in measured():
+        return here.name
+    found = next((name for name, device in measured().items() if device.arch == here.arch), None)
+    return here.arch if found is None and here.arch in CDNA else found
 
 
 @functools.lru_cache(maxsize=4096)

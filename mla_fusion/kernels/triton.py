@@ -4,14 +4,14 @@ The kernel, `triton_kernels.py`, is imported on first use: this module can be wh
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.kernels import dispatch
-from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.arithmetic import FP8_DTYPES, next_power_of_two
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 
@@ -41,39 +41,23 @@ def _limit(tensor: torch.Tensor) -> float:
     if tensor.dtype not in FP8_DTYPES:
         return 0.0
     limit = torch.finfo(tensor.dtype).max
-    return -limit if tensor.is_cuda and torch.version.hip is None else limit
-
-
-@functools.lru_cache(maxsize=8)
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return _capability(device) == (9, 0)
-
-
-def no_fp8(device: torch.device | str) -> str:
-    """Why kernels with fp8 (e4m3) do not compile for a device; empty if they do."""
-    major, minor = _capability(torch.device(device))
-    why = f"Triton compiles fp8 (e4m3) for sm_89 and newer, not for sm_{major}{minor}"
-    return "" if (major, minor) >= (8, 9) or not major else why
+    return -limit if gpu.of(tensor.device).vendor == "NVIDIA" else limit
 
 
 def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
     """Raise ValueError if one of these types, by tensor, is an fp8 that a device does not have."""
+    here = gpu.of(device)
     for name, dtype in dtypes.items():
-        if dtype in FP8_DTYPES and (why := no_fp8(device)):
+        if dtype in FP8_DTYPES and (why := here.no_fp8()):
             raise ValueError(f"provider 'triton': {name} is {dtype}, but {why}; use bf16")
-        if dtype == torch.float8_e4m3fnuz and device.type == "cuda" and not torch.version.hip:
+        if dtype == torch.float8_e4m3fnuz and here.vendor == "NVIDIA":
             raise ValueError(f"{name} is float8_e4m3fnuz, a type of AMD GPUs; use float8_e4m3fn")
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:
     """Options of a launch; with PDL (programmatic dependent launch) before the one ahead ends."""
-    return {"PDL": True, "launch_pdl": True} if _capability(device) >= (9, 0) else {"PDL": False}
+    early = gpu.of(device).capability >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
@@ -83,7 +67,7 @@ def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()
     return (
-        _is_hopper(q_out.device)
+        gpu.of(q_out.device).arch in gpu.HOPPER
         and w_uk_t.dtype == torch.bfloat16
         and q_out.dtype in FP8_DTYPES
         and plan.block_m >= 64
@@ -97,12 +81,12 @@ def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
 
 def _pad(size: int) -> int:
     """The next power of two, at least 16 (the smallest side of a matrix instruction)."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, next_power_of_two(size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What `prep_kernel` is compiled for.
+    """What `mla_prep` is compiled for.
 
     ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
     0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
@@ -164,18 +148,18 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     if tokens == 0:
         return q_out
     _check(inputs)
-    widths, table = widths_of(inputs), dispatch.device_table(q.device)
+    widths, table = widths_of(inputs), dispatch.device_table(gpu.of(q.device))
     plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     args, options = launch_arguments(plan, inputs)
     programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     tiles = -(-widths.latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
-    triton_kernels.prep_kernel[programs + heads * tiles,](*args, **options)
+    triton_kernels.mla_prep[programs + heads * tiles,](*args, **options)
     return q_out
 
 
 def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of `prep_kernel` (also for compiling without a GPU)."""
+    """Positional arguments and keywords of `mla_prep` (also for compiling without a GPU)."""
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
     w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
@@ -219,7 +203,8 @@ def warmup(
     batch: `kernels.inputs.padded_batch` for a layer. progress: called with a line each."""
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device
-    layer = heads, one.q_out.dtype in FP8_DTYPES, widths_of(one), dispatch.device_table(device)
+    table = dispatch.device_table(gpu.of(device))
+    layer = heads, one.q_out.dtype in FP8_DTYPES, widths_of(one), table
     plans: dict[Plan, int] = {}  # and the fewest tokens that use it
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(dispatch.choose(tokens, *layer), tokens)

@@ -214,7 +214,7 @@ def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"])
-def prep_kernel(
+def mla_prep(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
     q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row, w_col, kv_c_row,
     k_pe_row, cache_block, cache_entry, cos_sin_row, FORM: tl.constexpr, Q_LIMIT: tl.constexpr,

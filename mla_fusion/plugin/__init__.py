@@ -1,8 +1,9 @@
 """Entry point of `vllm.general_plugins`: the one package that changes objects of a served vLLM.
 
 Each change says why it is needed, how it is made, and until when. `register` may be called any
-number of times, in any process. While the flag is off, nothing here changes what vLLM does, and
-little is imported: each module of this package imports what works for the flag where it is used.
+number of times, in any process. While the flag is off, nothing here changes what vLLM does but for
+one offer, `--attention-backend CUSTOM`, and little is imported: each module of this package imports
+what works for the flag where it is used.
 """
 
 from typing import Any
@@ -47,6 +48,7 @@ def register() -> None:
         return
     # Let the flag be set, and switch it off with its reason, if this release allows that.
     try:
+        decision.require_names()  # before the first change: all are made, or none
         flag.add_fields(_restore)
         decision.decide_in_vllm_config()
     except (ImportError, AttributeError, TypeError) as error:

@@ -15,9 +15,24 @@ if TYPE_CHECKING:
 
 _REFUSED = "_mla_fusion_refused"  # on a VllmConfig: the operator switched graph partition off
 _SINGLE_TRACE = 2  # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
-# Compilation configs whose operator was told all there is to tell of a flag that is off, by id:
+# Compilation configs whose operator was told of a flag that is off, or of misplaced options, by id:
 # other configs of an engine, as a draft model's, are made with the same one.
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_told_names: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def require_names() -> None:
+    """Look up every name of vLLM that `flag.add_fields` and `decide_in_vllm_config` change or use.
+
+    Raises:
+        ImportError, AttributeError: this vLLM lacks one of them.
+    """
+    from vllm.config import VllmConfig
+    from vllm.config.compilation import CompilationConfig, PassConfig  # noqa: F401
+    from vllm.config.utils import config, get_hash_factors, hash_factors  # noqa: F401
+
+    for name in ("__post_init__", "_set_compile_ranges"):
+        getattr(VllmConfig, name)
 
 
 def decide_in_vllm_config() -> None:
@@ -68,6 +83,7 @@ def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
         fields = {config.FLAG: False, config.THRESHOLD: None, **vars(passes)}
         passes.__class__ = type(flag.instance(fields))
         passes.__dict__ = fields
+    _warn_of_misplaced(self)
     if not config.is_on(self):
         _warn_of_no_effect(self)
         original(self, *args, **kwargs)
@@ -119,9 +135,11 @@ def apply(vllm_config: Any) -> None:
         said = "%s sets for the whole engine, prefill included: %s"
         logger.info(said, report.FLAG_LINE, config.PARTITION)
     if not vllm_compat.is_gpu():
-        # vLLM switches it on where RoPE and cache write share a graph, but its pass manager only
-        # imports that pass for GPUs.
-        pass_config.fuse_rope_kvcache_cat_mla = False
+        # vLLM's defaults switch fusions on by what is compiled, but its pass manager imports their
+        # passes for GPUs alone, and raises NameError here.
+        for name in vars(pass_config):
+            if name.startswith(("fuse_", "enable_")) and name != config.FLAG:
+                setattr(pass_config, name, False)
     elif vllm_config.parallel_config.decode_context_parallel_size > 1:
         # Its kernel takes a slot of -1 for padding and rotates neither query nor key there; under
         # decode context parallelism that is the slot of another rank's token, also in prefill.
@@ -147,6 +165,19 @@ def apply(vllm_config: Any) -> None:
         provider = config.read_options(vllm_config.additional_config).provider
         fused = "%s: graphs for up to %d tokens are fused by the %s provider"
         logger.debug(fused, config.FLAG, bucket, provider)
+
+
+def _warn_of_misplaced(vllm_config: Any) -> None:
+    """Name once the keys of additional_config that are meant for this plugin and not read."""
+    compilation = vllm_config.compilation_config
+    if id(compilation) in _told_names:
+        return
+    _told_names[id(compilation)] = compilation
+    for key in config.misplaced(vllm_config.additional_config):
+        logger.warning(
+            'mla-fusion: additional_config["%s"] is not read: options belong into '
+            'additional_config["%s"]', key, config.OPTIONS_KEY,
+        )  # fmt: skip
 
 
 def _warn_of_no_effect(vllm_config: Any) -> None:

@@ -22,7 +22,7 @@ def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
     import vllm.config.compilation as compilation
 
     base = compilation.PassConfig
-    if hasattr(base, WRAPPED):
+    if "__new__" in vars(base).get(WRAPPED, ()):
         return
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
         return object.__new__(_extended(base, restore) if ours else cls)
 
     base.__new__ = new
-    setattr(base, WRAPPED, True)
+    setattr(base, WRAPPED, {"__new__"})
 
 
 def instance(fields: dict[str, Any]) -> Any:

@@ -11,21 +11,25 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-WRAPPED = "_mla_fusion_wrapped"  # on what was replaced, or on a class whose method was
+# On a class or module: names of what was replaced there. A mark on the wrapper would be lost where
+# another plugin wraps it, and the next worker of the process would wrap once more.
+WRAPPED = "_mla_fusion_wrapped"
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     """Let calls of `name` of `owner`, a method or a function of a module, be calls of `instead`,
     once, which gets the original, of a class method the bound one, before their arguments."""
     original = getattr(owner, name)
-    if getattr(original, WRAPPED, False):
+    classes = owner.__mro__ if inspect.isclass(owner) else (owner,)
+    definer = next(each for each in classes if name in vars(each))
+    if name in vars(definer).get(WRAPPED, ()):
         return
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs)
 
-    setattr(wrapper, WRAPPED, True)
+    setattr(owner, WRAPPED, {*vars(owner).get(WRAPPED, ()), name})
     setattr(owner, name, staticmethod(wrapper) if inspect.ismethod(original) else wrapper)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from mla_fusion import config, logger
+from mla_fusion import config, gpu, logger
 from mla_fusion.attention.aiter import selection
-from mla_fusion.attention.plan import device
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import measured
 
@@ -52,7 +51,7 @@ def _beside_aiters(layer: Any, vllm_config: Any, most: int) -> Choice:
     """AITER's decode, but for the steps that its own table has as slower: they are vLLM's."""
     rows = config.query_rows(vllm_config)
     cache = eligibility.cache_dtype(layer, vllm_config.model_config.dtype)
-    arch, backend = device.architecture(layer._k_scale.device), layer.attn_backend.get_name()
+    arch, backend = gpu.of(layer._k_scale.device).arch, layer.attn_backend.get_name()
     if vllm_compat.pads_sequences(vllm_config):
         return Choice(why=f"{backend} (aiter: adaptive verification pads the sequences of a step)")
     first, steps = selection.slow_steps(layer.num_heads, rows, cache, most, arch)

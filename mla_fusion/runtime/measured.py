@@ -23,10 +23,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mla_fusion import logger
-from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.files import read_bounded
+from mla_fusion.gpu import triton_version
 
 FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from mla_fusion import config, logger
-from mla_fusion.attention.cdna.fits import why_no_sparse
-from mla_fusion.attention.plan.device import cdna
+from mla_fusion import config, gpu, logger
+from mla_fusion.attention.cdna.cards import why_no_sparse
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
@@ -167,7 +166,7 @@ def _rocm_caches() -> dict[str, torch.dtype]:
 
 def why_not(impl: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
-    rocm = bool(cdna(vllm_config.device_config.device_type))
+    rocm = gpu.of(vllm_config.device_config.device_type).arch in gpu.CDNA
     if not (rocm or vllm_compat.is_hopper()):
         return Decline("sparse-platform")
     if rocm and config.read_options(vllm_config.additional_config).attention != "portable":

@@ -11,7 +11,7 @@ import torch
 
 from mla_fusion import attention as persistent
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
-from mla_fusion.attention.plan import buffers, device
+from tests import gpus
 from tests.aiter_double.calls import ENTRY, L
 from tests.aiter_double.versions import DECODE, INFO, PLANNER, number
 
@@ -60,8 +60,7 @@ def found(double, monkeypatch):
     """The library finds the architecture of the double."""
     # Uncached: a test without AITER must not be given the module of this one.
     monkeypatch.setattr(persistent, "get_provider", persistent.get_provider.__wrapped__)
-    monkeypatch.setattr(device, "architecture", lambda device: double.arch.name)
-    monkeypatch.setattr(buffers, "sm_count", lambda device: double.arch.compute_units)
+    gpus.imitate(monkeypatch, double.arch.name, sms=double.arch.compute_units)
 
 
 def run(use, double):

@@ -1,19 +1,18 @@
 """The portable decode and its reduction on the machine, against float64 attention."""
 
-import contextlib
 import random
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from mla_fusion.attention import triton
-from mla_fusion.attention.plan import device
+from mla_fusion.attention import cards, triton
+from mla_fusion.attention.card import Shape
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.cli.selftest.decode import Bench, Shape
+from mla_fusion.cli.selftest.decode import Bench
 from tests.amd.provider import judged
 from tests.attention import decodes
 from tests.attention.decodes import BF16
+from tests.gpus import imitated
 from tests.kernels.compiled import FP8
 
 # heads, query rows, page size, query, cache, sequences, and latents. Lengths are around a page and
@@ -47,12 +46,7 @@ def made(target, heads, kind, sequences, length, units, page=64):
     same few."""
     types = {"fp8": FP8[target], "bf16": BF16, "cache": FP8[target]}
     query = BF16 if kind == "cache" else types[kind]
-    properties = SimpleNamespace(multi_processor_count=units)
-    with (
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(torch.version, "hip", "7.0"),
-        mock.patch.object(device, "architecture", lambda device: target),
-    ):
+    with imitated(target, sms=units):
         settings = triton.plan_settings(heads, 1, types[kind], 576, "cuda")
     plan = decodes.plan_for(
         max_batch=sequences, num_heads=heads, q_dtype=query, kv_dtype=types[kind], v_head_dim=512,
@@ -70,7 +64,8 @@ def made(target, heads, kind, sequences, length, units, page=64):
 
 def kernel_of(portable):
     """Within it the portable kernel decodes, as on other GPUs, or the one that is chosen."""
-    return mock.patch.object(triton, "cdna", lambda _: 0) if portable else contextlib.nullcontext()
+    every = (cards.named("triton.decode_kernel"),) if portable else cards.CARDS
+    return mock.patch.object(cards, "CARDS", every)
 
 
 def check(target, name, settings=None, portable=False):
@@ -78,7 +73,7 @@ def check(target, name, settings=None, portable=False):
     heads, rows, page, query, cache, sequences, *latent = CASES[name]
     types = {"bf16": BF16, "fp8": FP8[target]}
     layer = {"q": types[query], "kv": types[cache], "latent": latent[0] if latent else 512}
-    bench = Bench("", Shape(heads, rows, page, batch=sequences, **layer), LONGEST, "cpu")
+    bench = Bench(None, Shape(heads, rows, page, batch=sequences, **layer), LONGEST, "cpu")
     if name == "many splits":
         more = {"ctas": 70, "kv_granularity": 1, "overhead": 1}
         bench.plan = decodes.plan_for(

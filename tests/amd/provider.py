@@ -7,28 +7,27 @@ grids are the library's.
 import contextlib
 from unittest import mock
 
-import torch
-
 from mla_fusion.attention.cdna import decode as cdna_kernel
-from mla_fusion.attention.plan import device, planner_triton
+from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
-from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests.amd import compile, execute
+from tests.gpus import imitated
 
+DECODED = "out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"
 # The parameters that a kernel may write.
 WRITABLE = {
-    "prep_kernel": ("out_ptr", "cache_ptr"),
-    "decode_kernel": ("out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"),
-    "reduce_kernel": ("out_ptr", "lse_ptr"),
-    "quantize_kernel": ("out_ptr", "scale_ptr"),
-    "plan_kernel": (
+    "mla_prep": ("out_ptr", "cache_ptr"),
+    **dict.fromkeys(("mla_decode_triton", "mla_decode_cdna"), DECODED),
+    "mla_reduce": ("out_ptr", "lse_ptr"),
+    "mla_quantize": ("out_ptr", "scale_ptr"),
+    "mla_plan": (
         "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
         "plan_qo_indptr", "plan_kv_indptr", "scratch",
     ),
 }  # fmt: skip
 KERNELS = (
-    (region_kernels, "prep_kernel"), (planner_triton, "plan_kernel"), (decode_kernel, "kernel"),
+    (region_kernels, "mla_prep"), (planner_triton, "mla_plan"), (decode_kernel, "kernel"),
     (cdna_kernel, "kernel"), (reduce_kernel, "kernel"), (quantize_kernel, "kernel"),
 )  # fmt: skip
 
@@ -78,8 +77,5 @@ def launched(target, run=lambda given: None):
         for module, name in KERNELS:
             kernel = _OnMachine(target, getattr(module, name), keep)
             stack.enter_context(mock.patch.object(module, name, kernel))
-        # The library asks torch whether it is on AMD, and for the tensors' architecture.
-        stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
-        stack.enter_context(mock.patch.object(device, "architecture", lambda _: target))
-        stack.enter_context(mock.patch.object(dispatch, "device_table", lambda _: target))
+        stack.enter_context(imitated(target))
         yield launches

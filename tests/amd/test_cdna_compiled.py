@@ -1,15 +1,14 @@
 """The decode kernel for CDNA 3 and 4, compiled: registers, and what its loop over tiles has."""
 
-from unittest import mock
-
 import pytest
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention.cdna import cards as cdna_cards
 from mla_fusion.attention.cdna import decode as cdna_kernel
-from mla_fusion.attention.plan import device
 from tests.amd import compile, decode, execute
 from tests.amd.provider import WRITABLE
+from tests.gpus import imitated
 from tests.kernels.compiled import LDS, compile_report
 
 TARGETS = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -21,8 +20,8 @@ MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (1
 def launch_of(target, kind, heads, page):
     """What a decode launches: arguments and options, for blocks of `page` tokens."""
     given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
-    assert not cdna_kernel.fits(given)
-    with mock.patch.object(device, "architecture", lambda _: target):
+    assert not cdna_cards.decode(given)
+    with imitated(target):
         _, args, options = cdna_kernel.arguments(given)
     return args, options
 

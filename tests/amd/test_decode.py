@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna.fits import why_no_sparse
+from mla_fusion.attention.cdna.cards import why_no_sparse
 from mla_fusion.cli.selftest import planner, sparse
 from mla_fusion.cli.selftest.sparse import Variant
 from tests.amd import decode
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("name", SOME)
 def test_decode(target, name):
     launches = decode.check(target, name)
-    assert [each.kernel.program.name for each in launches] == ["decode_kernel", "reduce_kernel"]
+    assert [each.kernel.program.name for each in launches] == ["mla_decode_cdna", "mla_reduce"]
     assert launches[0].constants["CDNA"] == (3 if target == "gfx942" else 4)
 
 
@@ -60,7 +60,7 @@ def test_sparse(target, name, monkeypatch):
     bench = sparse.Bench(variant, "cpu", count=128)
     bench.fill(random.Random(0), ragged=True)
     launches = judged(bench, target)
-    assert [each.kernel.program.name for each in launches] == ["decode_kernel", "reduce_kernel"]
+    assert [each.kernel.program.name for each in launches] == ["mla_decode_triton", "mla_reduce"]
     assert launches[0].constants["FORM"].SPARSE
 
 

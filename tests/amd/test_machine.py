@@ -44,6 +44,6 @@ def test_what_orders_memory_is_missed(name, found):
 
 
 def test_a_store_elsewhere_is_seen():
-    only = mock.patch.dict("tests.amd.provider.WRITABLE", reduce_kernel=("lse_ptr",))
+    only = mock.patch.dict("tests.amd.provider.WRITABLE", mla_reduce=("lse_ptr",))
     with only, pytest.raises(AssertionError, match="write of"):
         check("gfx942")

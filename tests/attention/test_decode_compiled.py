@@ -10,22 +10,23 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention.hopper import (
+    cards,
     decode,
-    fits,
     sparse_fp8,
     sparse_specialized,
     warp_specialized,
 )
 from mla_fusion.attention.hopper.warp_specialized_common import query_boxes
 from mla_fusion.attention.plan.buffers import Step
-from mla_fusion.attention.plan.device import triton_version
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
+from mla_fusion.gpu import triton_version
 from tests.attention.decodes import BF16, FN
 from tests.attention.without_memory import arguments, inputs, meta, report
-from tests.kernels.compiled import LDS, as_on, compile_kernel, compile_report, is_one_variant
+from tests.gpus import imitated
+from tests.kernels.compiled import LDS, compile_kernel, compile_report, is_one_variant
 from tests.nightly import daily
 
 TYPES = pytest.mark.parametrize("dtype", [BF16, FN], ids=["bf16", "fp8"])
@@ -65,7 +66,7 @@ WIDTHS = [(MISTRAL_SMALL, 16), (MISTRAL_SMALL, 32), (MISTRAL_SMALL, 64), ((256, 
 @pytest.mark.parametrize("case", daily(itertools.product(WIDTHS, (BF16, FN)), (WIDTHS[0], FN)))
 def test_other_widths(case):
     (widths, heads), dtype = case
-    assert widths in fits.WIDTHS
+    assert widths in cards.WIDTHS
     result = report("sm_90", decode, heads, dtype, widths=widths)
     assert result.hot_spills == 0 and "HGMMA" in result.matrix and result.bulk_copies > 0, result
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
@@ -133,7 +134,7 @@ def test_pieces_are_read_when_the_decode_has_ended(epilogue):
     """And only a product may be launched before the end of the reduction."""
     given = dataclasses.replace(inputs(16), epilogue=epilogue)
     given.plan.step = Step(8, 8, 1)
-    with as_on("sm_90"):
+    with imitated("sm_90"):
         _, args, options = reduce_kernel.arguments(given)
     order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
     assert order.count("PREEXIT") == (order[0] == "PREEXIT") == (epilogue is not None)

@@ -139,7 +139,7 @@ def test_the_latents_are_of_the_type_of_w_uv():
 
 triton = pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider  # noqa: E402
-from mla_fusion.attention.hopper import fits  # noqa: E402
+from mla_fusion.attention.hopper import cards  # noqa: E402
 from mla_fusion.attention.triton import decode_kernel, reduce_kernel  # noqa: E402
 
 
@@ -153,15 +153,15 @@ def test_a_warm_up_runs_every_launch(heads, most):
         for batch in batches:
             tiles, of_work = batch * plan.layout.fold, 3 * plan.layout.per_work
             yield reduce_kernel.reduction(tiles, of_work)
-            size = fits.product_size(batch * rows, heads, 128)
-            for limit in (fits.PRODUCT_SIZE, 2 * fits.PRODUCT_SIZE):
-                yield limit, "torch" if size > limit else fits.product_rows(batch * rows)
+            size = cards.product_size(batch * rows, heads, 128)
+            for limit in (cards.PRODUCT_SIZE, 2 * cards.PRODUCT_SIZE):
+                yield limit, "torch" if size > limit else cards.product_rows(batch * rows)
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):
         assert set(launches(rows, batches)) == set(launches(rows, range(1, most + 1)))
     quantized = {8, 16, 32, 64, "torch"}
-    assert {*launches(3, batches)} >= {(2 * fits.PRODUCT_SIZE, each) for each in quantized}
+    assert {*launches(3, batches)} >= {(2 * cards.PRODUCT_SIZE, each) for each in quantized}
 
 
 def test_the_launches(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.hopper import sparse_fp8, sparse_specialized
+from mla_fusion.attention.hopper import cards, sparse_fp8, sparse_specialized
 from mla_fusion.attention.plan.inputs import Inputs as Given
 from mla_fusion.attention.plan.inputs import Sparse
 from mla_fusion.attention.plan.layouts import read_keys
@@ -38,8 +38,8 @@ def run(case, edit=None):
         inputs.q, first.kv_cache, plan, first.table, SCALE, None, None, out, lse,
         layout=case.layout, sparse=Sparse(last, scratch.first, scratch.first_lens, inputs.sink),
     )  # fmt: skip
-    if sparse_fp8.fits(given):
-        assert not sparse_specialized.fits(given)
+    if cards.sparse_fp8(given):
+        assert not cards.sparse_specialized(given)
         machine = gluon_warps.Machine(case.seed)
         machine.launch(sparse_specialized.kernel, *sparse_specialized.arguments(given))
     else:

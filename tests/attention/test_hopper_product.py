@@ -8,14 +8,15 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper import fits, product
+from mla_fusion.attention.hopper import cards, product
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.cli.bench.kit import distance
 from tests.attention.decodes import BF16, FN
 from tests.attention.epilogue_cases import check_quantized
 from tests.attention.test_specialized_run import InStep
 from tests.attention.without_memory import behind
-from tests.kernels.compiled import compile_report
+from tests.gpus import imitate
+from tests.kernels.compiled import LDS, compile_report
 
 
 class Machine(InStep):
@@ -52,7 +53,7 @@ def case(tokens, w_uv):
 def test_the_product(dense, tokens, heads, latent, values, dtype):
     torch.manual_seed(0)
     given = case(tokens, weights(dense, heads, latent, values, dtype))
-    assert not fits.product(given)
+    assert not cards.product(given)
     out = given.epilogue.out
     Machine(0).launch(product.kernel, *product.arguments(given))
     want = torch.einsum("thl,hlv->thv", given.out.double(), given.epilogue.w_uv.double())
@@ -93,7 +94,7 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     before, after = " ".join(report.order).split("ACQBULK")
     assert set(before.split()) <= {"UTMALDG", "LDG"} and "UTMALDG" not in after
     assert "PREEXIT" not in after and report.spills == 0
-    assert report.shared <= fits.SHARED_MEMORY
+    assert report.shared <= LDS["sm_90"]
 
 
 @pytest.mark.parametrize(
@@ -106,15 +107,15 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     ],
 )
 def test_what_it_leaves_to_torch(tokens, w_uv, why):
-    assert why in fits.product(case(tokens, weights("L", *w_uv)))
+    assert why in cards.product(case(tokens, weights("L", *w_uv)))
 
 
 def test_strides_that_it_leaves_to_torch():
     odd = torch.randn(3, 128 * 512 + 8).to(BF16)[:, : 128 * 512].view(3, 128, 512).transpose(1, 2)
-    assert "whole rows of 16 bytes apart" in fits.product(case(1, odd))
+    assert "whole rows of 16 bytes apart" in cards.product(case(1, odd))
     latents = torch.empty(2, 3, 260, dtype=BF16)[..., :256]
     given = dataclasses.replace(case(2, weights("L", 3, 256, 128)), out=latents)
-    assert "16 aligned bytes" in fits.product(given)
+    assert "16 aligned bytes" in cards.product(given)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,6 @@ def test_where_it_is_launched(target, tokens, scale, launched, monkeypatch):
     given = dataclasses.replace(given, epilogue=epilogue)
     monkeypatch.setattr(product, "kernel", dict.fromkeys([(1, 128, 1)], lambda *_, **__: None))
     monkeypatch.setattr(torch, "bmm", lambda *_, **__: grids.append("bmm"))
-    monkeypatch.setattr(provider, "has_hopper", lambda _: target == "sm_90")
+    imitate(monkeypatch, target)
     provider.multiply(given)
     assert len(grids) == 1 - launched

@@ -1,22 +1,24 @@
 """Which decode kernel and which plan the Triton provider chooses, only from shapes."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion import gpu
+from mla_fusion.attention import cards
 from mla_fusion.attention import triton as choice
-from mla_fusion.attention.cdna import decode as cdna_decode
-from mla_fusion.attention.hopper import warp_specialized
-from mla_fusion.attention.plan import device
+from mla_fusion.attention.card import Decodes
+from mla_fusion.attention.cdna import cards as cdna_cards
+from mla_fusion.attention.hopper import cards as hopper_cards
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Scope, Sparse
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, FN, FP16
+from tests.gpus import imitate
 
 # Kernel, query rows and warps of a program.
 SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
@@ -27,10 +29,7 @@ DRAFTS = {"max_query_len": 4}
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """A GPU of sm_90 with ten SMs; tensors without memory count as on it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=10, gcnArchName="gfx90a")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(choice, "has_hopper", lambda _: device.has_hopper("cuda"))
+    imitate(monkeypatch, "sm_90")
 
 
 def inputs(q=(8, 64, 576), **options):
@@ -41,13 +40,12 @@ def inputs(q=(8, 64, 576), **options):
 
 def chosen(given):
     """What decodes: kernel, query rows and warps of a program, and waves of a SIMD on AMD."""
-    module = choice.chosen(given)
-    (_, blocks), _, options = module.arguments(given)
+    card = cards.chosen(gpu.of(given.q.device), given)
+    (_, blocks), _, options = card.module.arguments(given)
     rows = options.get("ROWS", 64)
     assert blocks == -(-given.rows // rows)
     waves = [options[name] for name in ("waves_per_eu",) if name in options]
-    name = module.__name__.removeprefix("mla_fusion.attention.")
-    return name, rows, options["num_warps"], *waves
+    return card.name, rows, options["num_warps"], *waves
 
 
 def sparse(given):
@@ -89,7 +87,7 @@ def test_the_kernel_of_a_decode(q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted is STEP:
-        assert warp_specialized.fits(given).startswith(("it copies", "it takes"))
+        assert hopper_cards.warp_specialized(given).startswith(("it copies", "it takes"))
 
 
 def test_other_scales_types_and_strides():
@@ -97,9 +95,9 @@ def test_other_scales_types_and_strides():
     for scale in (0.0, -0.1):
         tilted = dataclasses.replace(given, softmax_scale=scale)
         assert chosen(tilted) == STEP
-        assert "it takes a positive scale" in warp_specialized.fits(tilted)
+        assert "it takes a positive scale" in hopper_cards.warp_specialized(tilted)
     other = dataclasses.replace(given, q=given.q.to(BF16))
-    assert "query and cache of one type" in warp_specialized.fits(other)
+    assert "query and cache of one type" in hopper_cards.warp_specialized(other)
     # A query with gaps between tokens; blocks of a cache that are no whole entries apart.
     gaps, cache = without_memory.meta(8, 65, 576)[:, :64], without_memory.meta(9 * 65 * 576)
     apart = cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
@@ -109,13 +107,14 @@ def test_other_scales_types_and_strides():
 
 
 @pytest.mark.parametrize(
-    ("batch", "ctas", "warps"), [(choice.SHARED_FROM - 1, 10, 8), (choice.SHARED_FROM, 20, 4)]
+    ("batch", "ctas", "warps"),
+    [(hopper_cards.SHARED_FROM - 1, 10, 8), (hopper_cards.SHARED_FROM, 20, 4)],
 )
 def test_ctas_of_16_rows_share_sms_with_many_sequences(batch, ctas, warps):
     settings = choice.plan_settings(16, 1, FN, 576, "cuda")
     given = inputs((batch, 16, 576), dtype=FN, **settings)
     given.plan.step = Step(batch, batch, 1)
-    (grid, _), _, options = choice.chosen(given).arguments(given)
+    (grid, _), _, options = cards.chosen(gpu.of("cuda"), given).module.arguments(given)
     assert (grid, options["num_warps"]) == (ctas, warps)
     assert grid == given.plan.rules.busy_ctas(batch)
 
@@ -134,30 +133,25 @@ def test_byte_caches(monkeypatch, heads, layout, first, name):
     assert chosen(given)[0] == name
     tilted = dataclasses.replace(given, softmax_scale=-1.0, sparse=given.sparse)
     assert chosen(tilted)[0] == (FEW if name == FEW else "triton.decode_kernel")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    imitate(monkeypatch, "sm_100")
     assert chosen(given)[0] == "triton.decode_kernel"
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_another_gpu(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx90a"])
+def test_another_gpu(monkeypatch, arch):
+    imitate(monkeypatch, arch)
     assert chosen(inputs())[0] == "triton.decode_kernel"
     settings = choice.plan_settings(128, 1, BF16, 576, "cuda")
-    assert settings == {"ctas": 10, "kv_granularity": 64, "overhead": 4}
-
-
-def test_an_amd_gpu(monkeypatch):
-    """Its capability may be (9, 0) too: that of gfx90a."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert chosen(inputs())[0] == "triton.decode_kernel"
-    assert "heads_per_work" not in choice.plan_settings(128, 1, BF16, 576, "cuda")
+    # Both blocks of 32 rows at once; two CTAs an SM of NVIDIA with 16 rows.
+    assert settings == {"ctas": 5, "kv_granularity": 64, "overhead": 4}
+    settings = choice.plan_settings(16, 1, BF16, 576, "cuda")
+    assert settings["ctas"] == (10 if arch == "gfx90a" else 20)
 
 
 @pytest.fixture
 def cdna(monkeypatch):
     """An MI300X, as far as the choice asks."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(device, "architecture", lambda device: "gfx942")
+    imitate(monkeypatch, "gfx942")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +171,7 @@ def test_the_kernel_for_cdna(cdna, q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted[0] != "cdna.decode":
-        assert cdna_decode.fits(given).startswith(("it takes", "it multiplies"))
+        assert cdna_cards.decode(given).startswith(("it takes", "it multiplies"))
 
 
 def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
@@ -223,17 +217,19 @@ def test_plans_for_hopper(heads, rows, dtype, width, ctas):
 
 
 def test_plans_for_byte_caches(monkeypatch):
-    gpu = torch.device("cuda")
-    assert choice.kernels(gpu)[0] == FEW
-    assert not device.has_hopper("cpu")
+    assert cards.of(gpu.of("cuda"))[0].name == FEW
+
+    def settings_of(heads, scopes, layout):
+        return cards.settings(gpu.of("cuda"), Decodes(heads, 1, FN, 0, scopes, layout))
+
     for heads, scopes, layout, ctas in (
         (16, 1, FP8_DS_MLA, 20), (16, 2, FP8_DS_MLA, 10), (16, 1, FP8_DS_MLA_V4, 10),
         (32, 1, FP8_DS_MLA, 10), (64, 1, FP8_DS_MLA, 10), (128, 1, FP8_DS_MLA, 5),
     ):  # fmt: skip
-        settings = choice.sparse_settings(heads, scopes, layout, gpu)
+        settings = settings_of(heads, scopes, layout)
         assert (settings["ctas"], settings["overhead"]) == (ctas, 2 if layout is FP8_DS_MLA else 4)
         assert settings.get("heads_per_work") == (128 if heads == 128 else None)
-    assert "ctas" not in choice.sparse_settings(16, 1, None, gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert choice.kernels(gpu) == choice.KERNELS["other"]
-    assert "ctas" not in choice.sparse_settings(16, 1, FP8_DS_MLA, gpu)
+    assert "ctas" not in settings_of(16, 1, None)
+    imitate(monkeypatch, "sm_100")
+    assert cards.of(gpu.of("cuda")) == [cards.PORTABLE]
+    assert "ctas" not in settings_of(16, 1, FP8_DS_MLA)

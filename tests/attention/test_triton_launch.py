@@ -9,7 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion import attention
+from mla_fusion.attention import cards
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.hopper import cards as hopper_cards
 from mla_fusion.attention.hopper import decode as hopper_decode
 from mla_fusion.attention.hopper.common import cache_boxes
 from mla_fusion.attention.plan.inputs import Inputs
@@ -38,7 +40,7 @@ from tests.attention.without_memory import inputs
 )  # fmt: skip
 def test_the_kernel_for_hopper_is_for_some_widths(latent, rope, taken):
     given = inputs(16, BF16, widths=(latent, rope))
-    assert (not hopper_decode.fits(given)) is taken
+    assert (not hopper_cards.decode(given)) is taken
     assert not provider.unsupported(BF16, BF16, latent, rope)
 
 
@@ -100,7 +102,7 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     """The others may read the plan before the kernel in front of them has ended."""
     decodes, place = Launches(), hopper_decode.kernel.arg_names.index("fresh")
-    monkeypatch.setattr(provider, "chosen", lambda given: hopper_decode)
+    monkeypatch.setattr(cards, "chosen", lambda *_: cards.named("hopper.decode"))
     monkeypatch.setattr(hopper_decode, "kernel", decodes)
     monkeypatch.setattr(reduce_kernel, "kernel", Launches())
     plan = plan_for(num_heads=16)

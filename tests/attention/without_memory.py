@@ -8,7 +8,8 @@ import torch
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, in_groups
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse
 from tests.attention.decodes import BF16, FP32, plan_for, refresh
-from tests.kernels.compiled import FP8, as_on, compile_report
+from tests.gpus import imitated
+from tests.kernels.compiled import FP8, compile_report
 
 DEEPSEEK = (512, 64)
 
@@ -53,7 +54,7 @@ def behind(target, heads, *, values=128, latent=512, quantization="none", dense=
 
 
 def arguments(target, module, *heads_and_type, **shape):
-    with as_on(target):
+    with imitated(target):
         _, args, options = module.arguments(inputs(*heads_and_type, **shape))
     return args, options
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mla_fusion.attention import cards
+from mla_fusion.attention.card import Card, Shape
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.triton import decode_kernel
 from mla_fusion.cli.selftest import decode, planner, region
-from mla_fusion.cli.selftest.decode import Shape
 from tests.kernels import interpreter
 
 interpreter.install()
@@ -30,7 +31,9 @@ def test_decode(bug, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     shape = Shape(8, 2, 16, 64, 16, gap=3, batch=3)
-    assert not next(decode.check("planted", [shape], "cpu", 70, repeats=0)).right
+    assert not next(
+        decode.check(Card("planted", (), lambda given: ""), [shape], "cpu", 70, repeats=0)
+    ).right
 
 
 def test_a_launch_that_gives_another_output(monkeypatch):
@@ -43,7 +46,7 @@ def test_a_launch_that_gives_another_output(monkeypatch):
         return [out, lse]
 
     monkeypatch.setattr(decode.Bench, "results", differing)
-    found = next(decode.check("triton.decode_kernel", [DECODE], "cpu", 70, repeats=1))
+    found = next(decode.check(cards.PORTABLE, [DECODE], "cpu", 70, repeats=1))
     assert found.wrong == "two launches differ"
 
 
@@ -51,7 +54,7 @@ def test_an_lse_that_is_off(monkeypatch):
     merge = decode.provider.merge
     off = lambda given: (merge(given), given.lse.add_(0.1))  # noqa: E731
     monkeypatch.setattr(decode.provider, "merge", off)
-    found = next(decode.check("triton.decode_kernel", [DECODE], "cpu", 70, repeats=0))
+    found = next(decode.check(cards.PORTABLE, [DECODE], "cpu", 70, repeats=0))
     assert found.wrong == "LSE off by 1.0e-01, bound 1e-05"
 
 

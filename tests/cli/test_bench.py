@@ -4,7 +4,6 @@ benchmarks/results/."""
 import csv
 
 import pytest
-import torch
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
@@ -77,9 +76,3 @@ def test_a_peer_that_rounds_twice_may_be_explained_by_it(gpu, capsys, tmp_path, 
     gpu["vllm-40392"], gpu["own vllm-40392"] = (0.996, 44), (own, 0 if own == 1.0 else 1)
     assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 0
     assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("arch", "kind"), [("gfx942", "fnuz"), ("gfx950", "fn"), ("", "fn")])
-def test_the_fp8_type_of_a_gpu(monkeypatch, arch, kind):
-    monkeypatch.setattr(kit, "architecture", lambda device: arch)
-    assert kit.fp8_type.__wrapped__() == getattr(torch, f"float8_e4m3{kind}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mla_fusion.cli.bench import decode_peers as peers
+from tests.gpus import imitate
 from tests.on_cpu import decodes_on_cpu
 
 
@@ -92,8 +93,7 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     monkeypatch.setattr(module, "decode_attention_fwd", take)
     # vLLM leaves Triton out on a CPU, and computes this number by it.
     monkeypatch.setattr(backend, "_compute_num_kv_splits", lambda max_seq_len, sm_count: sm_count)
-    processors = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+    imitate(monkeypatch, "sm_90", sms=4)
     inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, page=16, latent=32, rope=16))
     peers.triton_mla(inputs)(-1)
     [arguments] = given[:1]
@@ -130,10 +130,10 @@ def test_flashinfer_is_called_as_vllm_calls_it(on_cpu, monkeypatch, dtype):
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
     inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, latent=32, rope=16))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    imitate(monkeypatch, "sm_90")
     with pytest.raises(RuntimeError, match="sm_100"):
         peers.flashinfer_mla(inputs)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    imitate(monkeypatch, "sm_103")
     peers.flashinfer_mla(inputs)(-1)
     [arguments], scale = given, 0.5 if dtype == peers.FP8 else 1.0
     assert inputs.out.eq(2).all() and arguments["query"].shape == (2, 2, 2, 48)

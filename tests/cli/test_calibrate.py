@@ -6,16 +6,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from mla_fusion import cli
-from mla_fusion.attention import triton
 from mla_fusion.cli.bench import decode, kit
 from mla_fusion.cli.bench import decode_peers as peers
 from mla_fusion.cli.calibrate import command, measure
 from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import measured
+from tests.gpus import imitate
 
 GPU = "NVIDIA H20"
 MODEL = {
@@ -34,8 +33,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     checked = []
     monkeypatch.setattr(measure, "run_checks", lambda names: checked.append(names) or bad)
-    monkeypatch.setattr(triton, "has_hopper", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    imitate(monkeypatch, "sm_90", name=GPU)
     monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(kit.FACTS, ""))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
     monkeypatch.setattr(decode, "compile_ours", lambda cases: None)

@@ -19,6 +19,7 @@ from tests.cli.test_cli import fail, store
 from tests.models import write
 from tests.test_docs_code import check_vllm
 
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 V3 = {**tiny_models.MODELS["deepseek-v3-shaped"], "num_hidden_layers": 61}
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -54,6 +55,16 @@ NOT_WHOLE = "must be a whole number"
         ({"v_head_dim": 128.0}, (), f"v_head_dim {NOT_WHOLE}"),
         ({"hidden_size": True}, (), f"hidden_size {NOT_WHOLE}"),
         ({"q_lora_rank": 10**12}, (), f"q_lora_rank {NOT_WHOLE}"),
+        ({"n_shared_experts": 10**6}, (), f"n_shared_experts {NOT_WHOLE}"),
+        # Each in its own range, and too large together.
+        ({"num_attention_heads": 1024, "q_lora_rank": 8192}, (), "MiB of attention weights"),
+        ({"num_attention_heads": 1021}, (), "MiB of attention weights"),
+        ({"rope_scaling": {**YARN, "factor": 20_000}}, (), "a table of 8.19e+07 rows of 64"),
+        ({"rope_scaling": {"type": "linear", "factor": 500}}, (), "rope_scaling.factor and its"),
+        ({"rope_parameters": {**YARN, "factor": 1e9}}, (), "rope_parameters.factor and its"),
+        ({"rope_scaling": {**YARN, "factor": float("nan")}}, (), "must be a positive number"),
+        ({"rope_scaling": {**YARN, "factor": "40"}}, (), "must be a positive number, not '40'"),
+        ({"rope_scaling": [40]}, (), "rope_scaling must be a JSON object"),
         ({"first_k_dense_replace": -1}, (), f"first_k_dense_replace {NOT_WHOLE}"),
         ({"architectures": "DeepseekV3ForCausalLM"}, (), "architectures must be a list"),
         ({"architectures": ["a\nb"]}, (), "must be a list of names of classes, not [\"a"),
@@ -218,19 +229,20 @@ def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
     argv = ("--max-num-seqs", "64", "--tensor-parallel-size", "2", "--speculative-tokens", "1")
     status, _, printed = checked(2, *argv, "--kv-cache-dtype", "fp8")
     lines = printed.splitlines()
-    assert status == 0 and len(lines) == 5
+    assert status == 0 and len(lines) == 4
     assert lines[0] == (
         "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens: 64 requests "
         "of 1 + 1 tokens at once (--max-num-seqs; vLLM's own may be higher)"
     )
     assert "NVIDIA GPUs" in lines[1] and "TRITON_MLA" in lines[1]
     assert "AMD GPUs" in lines[3] and "not yet run" in lines[3] and "ROCM_AITER_MLA" in lines[3]
-    nvidia, amd = (shlex.split(lines[index]) for index in (2, 4))
+    assert lines[3].endswith("the same after VLLM_ROCM_USE_AITER=1")
+    nvidia = shlex.split(lines[2])
     serve = "vllm serve MODEL --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
     drafts = '{"method":"ngram","num_speculative_tokens":1}'
-    flag = f"-cc.pass_config.{config.FLAG}=True"
-    assert nvidia == [*serve.split(), "--speculative-config", drafts, flag]
-    assert amd == ["VLLM_ROCM_USE_AITER=1", *nvidia]
+    assert nvidia == [
+        *serve.split(), "--speculative-config", drafts, f"-cc.pass_config.{config.FLAG}=True"
+    ]  # fmt: skip
     assert_vllm_has_the_range(nvidia[1:], 128)
 
 
@@ -244,7 +256,66 @@ def test_drafts_come_from_the_layers_that_the_model_has_for_them(checked, monkey
     _, _, printed = checked(2, "--speculative-tokens", "3")
     words = shlex.split(printed.splitlines()[2])
     assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "mtp"
-    assert_vllm_has_the_range(words[1:], 1024)
+
+
+WIDE = {"hidden_size": 7168, "n_routed_experts": 256, "moe_intermediate_size": 2048}
+WIDE |= {"num_attention_heads": 128}
+
+
+@pytest.mark.parametrize(
+    "changes, argv, said, unsaid",
+    [
+        ({}, (), "vllm serve MODEL -cc", ("--max-num-seqs 256", "--trust-remote", "checkpoint")),
+        ({"auto_map": {"AutoModel": "code.Model"}}, (), "MODEL --trust-remote-code -cc", ()),
+        (WIDE, (), "holds (288): --tensor-parallel-size 8 at least", ("weights in",)),
+        (WIDE, ("--tensor-parallel-size", 4), "on 4 GPUs more than", ()),
+        (WIDE, ("--tensor-parallel-size", 8), "fuses", ("largest",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), "weights in fp8; W_UK and W_UV", ()),
+    ],
+)
+def test_the_answer_leaves_out_what_nobody_asked_for_and_says_what_a_user_needs(
+    changes, argv, said, unsaid, checked, monkeypatch
+):
+    monkeypatch.setattr("tests.cli.test_check.V3", V3 | changes)
+    _, _, printed = checked(2, *map(str, argv))
+    assert said in printed and not any(text in printed for text in unsaid)
+    assert len(printed.splitlines()) <= 5
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+FP8, FP4 = ({"dynamic": False, "num_bits": bits, "type": "float"} for bits in (8, 4))
+
+
+@pytest.mark.parametrize(
+    "quantization, argv, cache",
+    [
+        ({**MODELOPT, "kv_cache_scheme": FP8}, (), "fp8_e4m3"),
+        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, (), "fp8_e4m3"),
+        ({**MODELOPT, "quantization": {"kv_cache_quant_algo": "FP8"}}, (), "fp8_e4m3"),
+        ({**MODELOPT, "kv_cache_scheme": FP8}, ("--kv-cache-dtype", "bfloat16"), "bfloat16"),
+        ({**MODELOPT, "kv_cache_scheme": FP4}, (), "nvfp4"),
+        ({**MODELOPT, "quantization": {"kv_cache_quant_algo": "NVFP4"}}, (), "nvfp4"),
+        ({**MODELOPT, "kv_cache_quant_algo": "INT3"}, (), "auto"),
+        ({**MODELOPT, "quantization": [3]}, (), "vLLM refuses the quantization_config"),
+        # vLLM's MLA layer does not ask compressed-tensors.
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8}, (), "auto"),
+    ],
+)
+def test_the_cache_has_the_type_that_vllm_takes_from_the_checkpoint(
+    quantization, argv, cache, checked, monkeypatch, tmp_path, capsys
+):
+    model = V3 | {"quantization_config": quantization}
+    if cache == "nvfp4":
+        assert cli.main(["check", write(tmp_path, model)]) == 1
+        assert "[kv-cache-dtype]" in capsys.readouterr().out
+    elif " " in cache:
+        assert cache in fail(capsys, "check", write(tmp_path, model))
+    else:
+        monkeypatch.setattr("tests.cli.test_check.V3", model)
+        _, job, printed = checked(2, *argv)
+        assert job.engine["kv_cache_dtype"] == cache
+        assert ("TOKENSPEED_MLA" in printed) == (cache == "fp8_e4m3")
+        assert ("--kv-cache-dtype" in printed) == bool(argv)
 
 
 @pytest.mark.parametrize(

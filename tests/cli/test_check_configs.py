@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mla_fusion import cli, report
 from mla_fusion.cli import child
-from mla_fusion.cli.check import model_classes, model_config
+from mla_fusion.cli.check import language_part, model_classes, model_config
 from tests.cli.test_check import CONFIGS, V3
 from tests.cli.test_cli import fail, store
 from tests.models import write
@@ -27,6 +27,7 @@ DECIDED = {
     "kimi-k3": ("KimiK3ForConditionalGeneration", "breakable-cudagraph"),
     "deepseek-v2-lite": ("DeepseekV2ForCausalLM", ""),
     "deepseek-v3": ("DeepseekV3ForCausalLM", ""),
+    "deepseek-vl2": ("DeepseekV2ForCausalLM", ""),
     "kimi-k2": ("DeepseekV3ForCausalLM", ""),
     "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", ""),
     "longcat-flash": ("LongcatFlashForCausalLM", ""),
@@ -118,6 +119,7 @@ AITER = ["ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "TRITON_MLA"]
         ("nvidia", 128, 576, "auto", [*TAKES_ALL, "FLASH_ATTN_MLA", "CUTLASS_MLA"]),
         ("nvidia", 16, 576, "fp8", [*TAKES_ALL, "TOKENSPEED_MLA"]),
         ("nvidia", 16, 288, "auto", ["TRITON_MLA"]),
+        ("nvidia", 2, 32, "auto", ["TRITON_MLA"]),  # a part of 320
         ("amd", 16, 288, "fp8", AITER),
     ],
 )
@@ -173,13 +175,32 @@ def test_the_cut_is_small_and_keeps_what_the_class_needs(name, changes, kept):
     "key, runs, name",
     [("", "DeepseekV3ForCausalLM", "S (DeepseekV3ForCausalLM)"), ("architectures", "S", "S")],
 )
-def test_the_language_part_of_a_multimodal_model_is_read(key, runs, name, tmp_path):
+@pytest.mark.parametrize("places", [
+    ["text_config"], ["language_config"], ["llm_config"], ["thinker_config", "text_config"],
+    ["its_own_name"], ["outer", "decoder", "text_config"],
+], ids=".".join)  # fmt: skip
+def test_the_language_part_of_a_multimodal_model_is_read(places, key, runs, name, tmp_path):
     """It is named after the whole model, whose class counts where the part names none."""
     part = {k: v for k, v in V3.items() if k != key}
-    write(tmp_path, {"model_type": "s", "architectures": ["S"], "text_config": part})
+    nested = part
+    for place in reversed(places):
+        nested = {"vision_config": {**V3, "num_attention_heads": 3}, place: nested}
+    write(tmp_path, {"model_type": "s", "architectures": ["S"], **nested})
     found = model_config.read(tmp_path)
     assert found == model_config.Model(tmp_path / "config.json", part, runs, name, found.kinds)
     assert sorted(found.kinds) == ["deepseek_v3", "s"]
+
+
+@pytest.mark.parametrize("kind, place", [
+    ("deepseek_vl_v2", "language_config"), ("kimi_vl", "text_config"), ("kimi_k25", "text_config"),
+])  # fmt: skip
+def test_the_language_part_is_the_one_that_vllm_takes(kind, place):
+    of_vllm = pytest.importorskip("vllm.transformers_utils.config")
+    whole = {"model_type": kind, place: dict(V3)}
+    taken = of_vllm.get_hf_text_config(of_vllm._CONFIG_REGISTRY[kind](**copy.deepcopy(whole)))
+    part = language_part.find(whole)
+    keys = ["num_attention_heads", "kv_lora_rank", "q_lora_rank", "hidden_size", "vocab_size"]
+    assert [part[key] for key in keys] == [getattr(taken, key) for key in keys]
 
 
 def test_a_params_json_is_read_as_vllm_does(tmp_path, capsys):

@@ -15,6 +15,7 @@ from mla_fusion import cli, kernels
 from mla_fusion.cli.doctor import command as doctor
 from mla_fusion.config import vllm_compat
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
+from tests.gpus import imitate
 
 GPUS = {
     "gfx942": ("AMD Instinct MI300X", torch.float8_e4m3fnuz),
@@ -44,8 +45,7 @@ def on(monkeypatch):
         rocm = arch.startswith("gfx")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
-        properties = SimpleNamespace(name=name, gcnArchName=f"{arch}:sramecc+", major=9, minor=0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        imitate(monkeypatch, arch, name=name)
         platform = platforms.current_platform
         for method, value in (
             ("is_rocm", rocm), ("is_cuda", not rocm), ("is_cuda_alike", True), ("is_cpu", False),

@@ -11,6 +11,7 @@ import torch
 from mla_fusion import cli
 from mla_fusion.cli.child import Job
 from mla_fusion.cli.selftest import command, kernels
+from tests.gpus import imitate
 
 CHILD = """
 import json, sys, time
@@ -47,7 +48,7 @@ def on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    imitate(monkeypatch, "sm_90", name="a GPU")
     monkeypatch.setattr(kernels, "NAMES", [*ENDS])
     monkeypatch.setattr(kernels, "start", start)
     monkeypatch.setattr(kernels, "SILENCE", 2.0)
@@ -79,7 +80,7 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
 
 
 def test_a_child_says_why_its_kernel_cannot_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels, "has_hopper", lambda _: False)
+    imitate(monkeypatch, "sm_100")
     options = {"name": "decode hopper.decode bf16", "thorough": False}
     job = Job(str(tmp_path), str(tmp_path), options=options)
     assert kernels.run(job, None) == {"skipped": "it needs sm_90"}

@@ -3,13 +3,11 @@
 Triton has code generators, assemblers and disassemblers for both vendors; nothing runs.
 """
 
-import contextlib
 import dataclasses
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import torch
 import triton
@@ -18,15 +16,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from mla_fusion.kernels import triton as provider
+from tests.gpus import AMD, NVIDIA, described
 
-# The GPUs on which vLLM serves MLA, and KiB of shared memory (LDS) that a CTA can have there.
-NVIDIA = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227,
-          "sm_120": 99}  # fmt: skip
-AMD = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
+# The GPUs on which vLLM serves MLA.
 TARGETS = {name: GPUTarget("cuda", int(name[3:]), 32) for name in NVIDIA}
 TARGETS |= {name: GPUTarget("hip", name, 64) for name in AMD}
-LDS = {name: 1024 * size for name, size in (NVIDIA | AMD).items()}
+LDS = {name: described(name).shared_memory for name in TARGETS}
 # Triton has none before sm_89.
 FP8 = dict.fromkeys([*NVIDIA, *AMD][2:], torch.float8_e4m3fn) | {"gfx942": torch.float8_e4m3fnuz}
 
@@ -76,10 +71,6 @@ def specialize(target, kernel, arguments, options):
     which it gives buffer instructions.
     """
     backend = make_backend(TARGETS[target])
-    if target in NVIDIA:
-        # Its conversions saturate by themselves, which a launch sees by the tensor's device.
-        limits = options.keys() & {"Q_LIMIT", "K_LIMIT", "LIMIT"}
-        options = {**options, **{name: -abs(options[name]) for name in limits}}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     chosen, signature, constants, attributes = kernel._pack_args(
         backend, options, *bind(*arguments, **options)
@@ -93,18 +84,6 @@ def is_one_variant(target, kernel, launches):
     first, *others = [specialize(target, kernel, *launch)[0] for launch in launches]
     names = "signature", "constants", "attrs"
     return all(getattr(each, n) == getattr(first, n) for each in others for n in names)
-
-
-@contextlib.contextmanager
-def as_on(target):
-    """Launches are made as on a GPU, from tensors without memory too."""
-    is_amd = target in AMD
-    capability = (0, 0) if is_amd else divmod(TARGETS[target].arch, 10)
-    with (
-        mock.patch.object(torch.version, "hip", "7" if is_amd else None),
-        mock.patch.object(provider, "_capability", lambda device: capability),
-    ):
-        yield
 
 
 def compile_kernel(target, kernel, arguments, options):

@@ -19,6 +19,7 @@ from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import padded_batch
+from tests.gpus import imitate
 from tests.kernels import cases, interpreter
 from tests.nightly import daily
 
@@ -134,7 +135,10 @@ DIRECT_CASES = {
 @pytest.fixture
 def hopper(monkeypatch):
     """Plans of a Hopper GPU; conversions, PTX there, are the interpreter's."""
-    monkeypatch.setattr(provider, "_is_hopper", lambda device: True)
+    limit = provider._limit
+    monkeypatch.setattr(provider, "_limit", lambda tensor: abs(limit(tensor)))
+    monkeypatch.setattr(provider, "early_launch", lambda device: {"PDL": False})
+    imitate(monkeypatch, "sm_90")
 
 
 @pytest.mark.usefixtures("hopper")

@@ -12,7 +12,8 @@ from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
 from tests.attention.without_memory import meta
-from tests.kernels.compiled import FP8, TARGETS, as_on, compile_report, read_amd, specialize
+from tests.gpus import imitated
+from tests.kernels.compiled import FP8, TARGETS, compile_report, read_amd, specialize
 from tests.nightly import daily
 
 DEFAULTS = {tokens: dispatch.default_plan(tokens, 16, 512) for tokens in (1, 8, 64, 512)}
@@ -29,12 +30,12 @@ def arguments(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=Non
         meta(4096, rope, dtype=torch.float32), scale, scale, neox,
         meta(tokens, 16, latent + rope, dtype=fp8), factor and meta(tokens, dtype=factor),
     )  # fmt: skip
-    with as_on(target):
+    with imitated(target):
         return provider.launch_arguments(plan, inputs)
 
 
 def report(target, args, options):
-    return compile_report(target, triton_kernels.prep_kernel, args, options)
+    return compile_report(target, triton_kernels.mla_prep, args, options)
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
@@ -42,10 +43,10 @@ def test_what_a_launch_knows_of_its_arguments(target):
     """On AMD that a tensor lies within 2 GiB, which gives it buffer instructions; everywhere
     alignments, and integers of 1."""
     args, options = arguments(target, DEFAULTS[64], 64, FP8[target])
-    names = triton_kernels.prep_kernel.arg_names
+    names = triton_kernels.mla_prep.arg_names
     far = meta(2**16, 64, 576, dtype=FP8[target])
     args = tuple(far if name == "cache_ptr" else x for name, x in zip(names, args, strict=False))
-    source, _ = specialize(target, triton_kernels.prep_kernel, args, options)
+    source, _ = specialize(target, triton_kernels.mla_prep, args, options)
     near = ["tt.pointer_range", 32]
     for index, (name, value) in enumerate(zip(names, args, strict=False)):
         known = source.attrs.get((index,), [])

@@ -1,7 +1,6 @@
 """The choice of a launch plan."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import tune_dispatch
 
 from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
 from mla_fusion.kernels.dispatch import Plan, Widths
+from tests.gpus import described
 
 DEEPSEEK, MISTRAL_SMALL = Widths(128, 64, 512), Widths(64, 64, 256)
 
@@ -55,14 +55,8 @@ OF_CDNA = Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)
     [("gfx942", 64, True), ("gfx942", 256, True), ("gfx950", 64, True), ("gfx950", 256, False),
      ("gfx942", 1, False)],
 )  # fmt: skip
-def test_amd_has_plans_of_its_own(monkeypatch, arch, tokens, own):
-    gpu = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-")
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an AMD GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    dispatch.device_table.cache_clear()
-    table = dispatch.device_table(torch.device("cuda", 7))
-    dispatch.device_table.cache_clear()
+def test_amd_has_plans_of_its_own(arch, tokens, own):
+    table = dispatch.device_table(described(arch))
     assert table == arch
     wanted = OF_CDNA if own else dispatch.default_plan(tokens, 128, 512)
     assert dispatch.choose(tokens, 128, True, DEEPSEEK, table) == wanted

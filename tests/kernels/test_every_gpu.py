@@ -22,7 +22,8 @@ from mla_fusion.kernels.dispatch import Widths
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, FP32, plan_for
 from tests.attention.without_memory import meta
-from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, as_on, compile_report
+from tests.gpus import imitated
+from tests.kernels.compiled import AMD, FP8, LDS, NVIDIA, TARGETS, compile_report
 from tests.kernels.test_compiled import arguments
 
 LAYOUTS = {"V3.2": FP8_DS_MLA, "V4": FP8_DS_MLA_V4}
@@ -35,7 +36,7 @@ def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=
     plan = dispatch.fit(plan, provider._pad(nope), provider._pad(rope), 2)
     options = {"neox": {"neox": True}, "factor": {"factor": FP32}}.get(also, {})
     given = arguments(target, plan, tokens, dtype, widths=widths, **options)
-    return triton_kernels.prep_kernel, *given
+    return triton_kernels.mla_prep, *given
 
 
 def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
@@ -54,7 +55,7 @@ def reduction(target, dtype, heads, tiles):
     """The reduction of so many tiles."""
     given = without_memory.inputs(heads, BF16)
     given.plan.step = Step(tiles // given.plan.layout.fold, tiles, 1)
-    with as_on(target):
+    with imitated(target):
         _, *given = reduce_kernel.arguments(given)
     return reduce_kernel.kernel, *given
 
@@ -62,7 +63,7 @@ def reduction(target, dtype, heads, tiles):
 def quantized(target, dtype, quantization):
     """The quantization alone."""
     epilogue = without_memory.behind(target, 16, quantization=quantization).epilogue
-    with as_on(target):
+    with imitated(target):
         _, *given = quantize_kernel.arguments(meta(8, 2048), epilogue)
     return quantize_kernel.kernel, *given
 
@@ -72,16 +73,16 @@ def planner(target, dtype, max_batch, ctas, heads):
     launched = []
     plan = plan_for(max_batch=max_batch, ctas=ctas, num_heads=heads)
     recorder = {(1,): lambda *args, **options: launched.append((args, options))}
-    with mock.patch.object(planner_triton, "plan_kernel", recorder):
+    with mock.patch.object(planner_triton, "mla_plan", recorder):
         planner_triton.fill(plan, torch.arange(9).int(), torch.ones(8).int(), 1)
-    return planner_triton.plan_kernel, *launched[0]
+    return planner_triton.mla_plan, *launched[0]
 
 
 def entries(target, dtype, page):
     """The list of pages that AITER reads."""
     names = {"PAGE": page, "BLOCK": entries_kernel.BLOCK, "CTAS": entries_kernel.CTAS}
     given = [meta(9, dtype=torch.int32) for _ in range(3)]
-    return entries_kernel.expand_kernel, (*given, 2560, 2**26), {**names, "num_warps": 4}
+    return entries_kernel.mla_entries, (*given, 2560, 2**26), {**names, "num_warps": 4}
 
 
 # What is launched, with which type of cache or result, and how.

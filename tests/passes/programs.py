@@ -82,6 +82,20 @@ def alias(module, node, pick):
         edits.also_return(module, edits.add(module, before, READS[pick % 4], shown))
 
 
+def cast(module, x, dtype):
+    """`x` in another type, behind it."""
+    return behind(module, x, (prims.convert_element_type.default, dtype))
+
+
+def kept(module, x, dtype, how=0):
+    """`x` as it is read from a buffer of another type, in its own: copied, or scattered into it."""
+    own = x.meta["val"].dtype
+    buffer = behind(module, cast(module, x, dtype), (aten.abs.default,))
+    scattered = (aten.slice_scatter.default, x, -1, 0, END)
+    written = behind(module, buffer, scattered if how else (aten.copy.default, x))
+    return written if written.meta["val"].dtype == own else cast(module, written, own)
+
+
 def read(module, node, pick):
     """A node has one more reader, behind it or at the end, whose result leaves the graph or not."""
     if is_float(node):

@@ -107,6 +107,29 @@ def test_near_miss_is_kept(name):
     assert_kept(module, spec, f"output-{reason}", detail)
 
 
+def _given(graph, name, *shape, dtype=BF16):
+    node = graph.placeholder(name)
+    node.meta["val"] = torch.empty(shape, dtype=dtype)
+    return node
+
+
+def test_an_output_that_the_quantization_writes_over_is_not_the_quantized_one():
+    """The op takes it as the buffer of its scales, and quantizes another value."""
+    graph = fx.Graph()
+    output = _given(graph, "output", 3, WIDTH, dtype=torch.float32)
+    other = _given(graph, "other", 3, WIDTH * linears.GROUP)
+    result = _given(graph, "result", 3, WIDTH * linears.GROUP, dtype=linears.FP8)
+    arguments = (other, result, output, linears.GROUP, 1e-10, -448.0, 448.0, False, False, False)
+    values = (None, result.meta["val"], output.meta["val"])
+    graph.output(
+        graphs.functionalized(
+            graph, torch.ops._C.per_token_group_fp8_quant.default, arguments, values
+        )
+    )
+    with pytest.raises(Declined, match="of another value"):
+        output_quantization.read([output])
+
+
 @pytest.mark.parametrize(
     "target, args", [(aten.alias.default, ()), (aten.permute.default, ([1, 0],)),
                      (aten.transpose.int, (0, 1))], ids=str,
@@ -114,15 +137,9 @@ def test_near_miss_is_kept(name):
 def test_a_square_output_that_is_transposed_is_not_the_quantized_one(target, args):
     """With as many tokens as columns only the order of the values differs."""
     graph = fx.Graph()
-
-    def given(name, *shape, dtype=BF16):
-        node = graph.placeholder(name)
-        node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
-
-    output = given("output", WIDTH, WIDTH)
-    result = given("result", WIDTH, WIDTH, dtype=linears.FP8)
-    scale = given("scale", 1, dtype=torch.float32)
+    output = _given(graph, "output", WIDTH, WIDTH)
+    result = _given(graph, "result", WIDTH, WIDTH, dtype=linears.FP8)
+    scale = _given(graph, "scale", 1, dtype=torch.float32)
     view = graph.call_function(target, (output, *args))
     view.meta["val"] = output.meta["val"]
     arguments, values = (result, view, scale, None), (None, result.meta["val"])

@@ -2,14 +2,17 @@
 
 import copy
 import logging
+from unittest.mock import MagicMock
 
 import pytest
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config import PassConfig, set_current_vllm_config
 from vllm.config.utils import Range, replace
 
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import compilation, decision
-from tests.plugin.configs import CHARGED, FLAG_ON, drafted, warnings
+from tests.plugin.configs import CHARGED, FLAG_ON, REFERENCE, drafted, warnings
 
 
 class TestWhatItSwitchesOn:
@@ -103,6 +106,11 @@ class TestWhatItSwitchesOn:
             ({}, {}, 'additional_config["mla_fusion"] has no effect without pass_config.'),
             (FLAG_ON, {}, ""),
             ({}, {"attention_backend": "CUSTOM"}, ""),  # the sparse decode reads the options
+            ({}, {"options": {"mla_fuson": {"attention": "vllm"}}}, '["mla_fuson"] is not read'),
+            ({}, {"options": {"MLA-Fusion": {"provder": "triton"}}}, '["MLA-Fusion"] is not read'),
+            (FLAG_ON, {"options": {**REFERENCE, "attention": "vllm"}}, '["attention"] is not read'),
+            ({}, {"options": {"max_split_per_batch": 4}}, '["max_split_per_batch"] is not read'),
+            ({}, {"options": {"mha_fusion": {"level": 1}, "provider": "s3", "fusion": {}}}, ""),
             (FLAG_ON, {"model": "llama"}, f"mla-fusion: {config.FLAG} is switched off: "),
         ],
     )
@@ -114,13 +122,23 @@ class TestWhatItSwitchesOn:
         assert said in "".join(warnings(log))
 
     @pytest.mark.parametrize(
-        "compilation", [{"splitting_ops": []}, {"use_inductor_graph_partition": True}], ids=str
-    )
-    def test_vllms_own_fusion_stays_off_on_a_cpu(self, make, compilation):
-        """It is vLLM's default here, and its pass manager then raises NameError on a CPU build."""
-        made = make(FLAG_ON, compilation)
+        "compilation",
+        [
+            {"splitting_ops": []},
+            {"use_inductor_graph_partition": True},
+            *({"custom_ops": [op]} for op in ("all", "+quant_fp8", "+rms_norm", "+silu_and_mul")),
+            *({"pass_config": {name: True}} for name in sorted(vars(PassConfig()))
+              if name.startswith(("fuse_", "enable_"))),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_vllms_own_fusions_stay_off_on_a_cpu(self, make, compilation):
+        """Its defaults switch some on; its pass manager then raises NameError on a CPU."""
+        passes = compilation.pop("pass_config", {})
+        made = make(FLAG_ON | passes, compilation)
         assert config.is_on(made)
-        assert not made.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
+        with set_current_vllm_config(made):
+            PostGradPassManager().configure(made)
 
     @pytest.mark.parametrize("given", [True, False])
     @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,6 +170,10 @@ def test_a_draft_without_mla_does_not_switch_the_flag_off(make, log):
     assert config.is_on(made) and not warnings(log)
     for name in ("backend", *CHARGED):
         assert getattr(made.compilation_config, name) == getattr(before, name)
+
+
+def test_a_config_of_mocks_is_not_on():
+    assert not config.is_on(MagicMock())
 
 
 def test_a_model_with_mla_that_is_not_in_vllms_list_of_types(make, log):

@@ -55,13 +55,13 @@ def imitate(architecture):
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
-    from mla_fusion.attention.plan import buffers, device
+    import mla_fusion.gpu
     from mla_fusion.config import vllm_compat
+    from tests.gpus import described
 
     mla_attention.tqdm = lambda sizes, **kwargs: sizes[:1]
     vllm_compat.is_rocm = lambda: True
-    device.architecture = lambda device: gpu.name
-    buffers.sm_count = lambda device: gpu.compute_units
+    mla_fusion.gpu.of = lambda device: described(gpu.name, gpu.compute_units)
     custom_ops.concat_and_cache_mla = _concat_and_cache_mla
     rocm_aiter_mla._expand_page_indices_kernel = _ExpandPageIndices()
 

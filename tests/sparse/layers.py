@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna import fits
-from mla_fusion.attention.plan import buffers, device
+from mla_fusion.attention.cdna import cards
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as region
 from mla_fusion.runtime import sparse_step
+from tests import gpus
 from tests.attention import decodes
 from tests.attention.pages import V32, Cache
 
@@ -52,7 +53,7 @@ def imitate(monkeypatch):
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
     monkeypatch.setattr(region, "require", lambda: None)
     monkeypatch.setattr(provider, "require", lambda: None)
-    monkeypatch.setattr(buffers, "sm_count", lambda device: 4)
+    gpus.imitate(monkeypatch, "", sms=4)
     monkeypatch.setattr(provider, "launch", launched)
     monkeypatch.setattr(sparse_utils, "triton_convert_req_index_to_global_index", to_slots)
     monkeypatch.setattr(
@@ -237,7 +238,7 @@ def plant(monkeypatch, config, impl, changes):
     """Change what a layer, its engine's configs or what asks about the GPU have of these names."""
     configs = config, config.model_config, config.parallel_config, config.attention_config
     for name, value in changes.items():
-        owners = (vllm_compat, region, fits, device) if callable(value) else configs
+        owners = (vllm_compat, region, cards, gpu) if callable(value) else configs
         owner = next((each for each in owners if hasattr(each, name)), impl)
         if name == "hisparse_config":
             owner = config.attention_config  # vLLM 0.26 has none

@@ -10,8 +10,9 @@ import types
 
 import torch
 
-from mla_fusion.attention.plan import device
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels.arithmetic import next_power_of_two
+from tests import gpus
 from tests.sparse import layers
 
 MODULE = "mla_fusion.runtime.sparse_backend"
@@ -28,7 +29,7 @@ def imitate(monkeypatch, double):
     monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: False)
     monkeypatch.delitem(sys.modules, MODULE)
-    monkeypatch.setattr(device, "architecture", lambda device: double.arch.name)
+    gpus.imitate(monkeypatch, double.arch.name, sms=4)
     platform = type(current_platform)
     for name, value in (("fp8_dtype", double.arch.fp8), ("num_compute_units", 304)):
         monkeypatch.setattr(platform, name, classmethod(lambda *_, value=value: value))
@@ -39,7 +40,7 @@ def imitate(monkeypatch, double):
     asked = types.SimpleNamespace(**{name: lambda v=value: v for name, value in named.items()})
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", asked)
     # vLLM's stand-in for Triton on a CPU has none.
-    monkeypatch.setattr(module.triton, "next_power_of_2", device.power_of_two, raising=False)
+    monkeypatch.setattr(module.triton, "next_power_of_2", next_power_of_two, raising=False)
     monkeypatch.setattr(aiter_ops.rocm_aiter_ops, "mla_decode_fwd", staticmethod(decode))
     stream = types.SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

@@ -30,7 +30,7 @@ NEAR, FAR = [2.0, 2.0, 2.1, 2.0], [2.0, 3.0, 2.0, 2.0]
 def result(gaps, decodes, most):
     """An engine's: tokens, and the kernels of steps of one and of all requests."""
     launches = {
-        batch: {"plan_kernel": n > 0, "decode_kernel": n, "reduce_kernel": n}
+        batch: {"mla_plan": n > 0, "mla_decode": n, "mla_reduce": n}
         for batch, n in (("1", decodes), ("128", most))
     }
     return {**example.result(example.TOKENS, gaps), "launches": launches}

@@ -16,7 +16,7 @@ from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import sparse_step
-from tests import aiter_double
+from tests import aiter_double, gpus
 from tests.sparse import layers, rocm, test_backend
 from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
 
@@ -163,7 +163,7 @@ def test_other_steps_are_vllms(engine, make, batch):
 DECLINES = {
     "by default": ("sparse-unmeasured", "", {"additional_config": {}}),
     "vllm": ("sparse-unmeasured", "", {"additional_config": {"mla_fusion": {"attention": "vllm"}}}),
-    "another GPU": ("sparse-platform", "", {"architecture": lambda device: "gfx1201"}),
+    "another GPU": ("sparse-platform", "", {"of": lambda device: gpus.described("gfx1201")}),
     "Triton 3.6": ("provider-unavailable", "Triton 3.6 does not compile",
                    {"triton_version": lambda: (3, 6)}),
     **{name: test_backend.DECLINES[name] for name in ("no Triton", "no list", "HiSparse")},

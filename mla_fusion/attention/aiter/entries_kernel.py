@@ -10,7 +10,7 @@ BLOCK, CTAS = 1024, 8  # tokens of a turn; CTAs of a sequence
 
 
 @triton.jit
-def expand_kernel(
+def mla_entries(
     found, kv_indptr, block_table, table_stride, capacity,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +29,7 @@ def launch(
     found: torch.Tensor, kv_indptr: torch.Tensor, block_table: torch.Tensor, page_size: int
 ) -> None:
     """Write `found` for sequences whose tokens begin at `kv_indptr` [B + 1]; nothing waits."""
-    expand_kernel[(len(block_table), CTAS)](
+    mla_entries[(len(block_table), CTAS)](
         found, kv_indptr, block_table, block_table.stride(0), len(found),
         PAGE=page_size, BLOCK=BLOCK, CTAS=CTAS, num_warps=4,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.attention.aiter import selection
 from mla_fusion.attention.plan import buffers
-from mla_fusion.attention.plan import device as gpu
 from mla_fusion.attention.plan.buffers import AITER_BUFFERS, Companions, PlanBuffers, Settings
 from mla_fusion.kernels.capture import capturing
 
@@ -47,7 +47,7 @@ def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> 
     """That of a step of a plan: sequences of up to `query_len` query rows."""
     return selection.aiter_verdict(
         settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype,
-        gpu.architecture(settings.device), return_lse=return_lse,
+        gpu.of(settings.device).arch, return_lse=return_lse,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def aiter_verdict(
     num_heads: int, query_len: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, arch: str,
     *, return_lse: bool = False,
 ) -> Verdict:  # fmt: skip
-    """Whether AITER serves sequences of up to `query_len` rows on a `plan.device.architecture`."""
+    """Whether AITER serves sequences of up to `query_len` rows on a GPU of `arch`."""
     kind = _kind(q_dtype, kv_dtype)
     layout = heads.aiter_layout(num_heads, query_len, kind, arch)
     any_heads = (arch, kind, 0) in _QUERY_LENS

@@ -29,13 +29,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3
 
-from mla_fusion.attention.cdna.fits import decode as fits
-from mla_fusion.attention.cdna.fits import rows_and_waves
-from mla_fusion.attention.plan.device import cdna
+from mla_fusion import gpu
+from mla_fusion.attention.cdna.cards import rows_and_waves
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 WARPS = gl.constexpr(4)
 TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
@@ -273,7 +272,7 @@ def attend(
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride"])
-def decode_kernel(
+def mla_decode_cdna(
     q_ptr, kv_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
     work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_stride,
@@ -329,14 +328,15 @@ def decode_kernel(
         store_item(acc, m, l, value_scale, item, row, target, FORM)
 
 
-kernel: Any = decode_kernel
+kernel: Any = mla_decode_cdna
 
 
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with."""
-    q, cache, generation = given.q, given.kv_cache, cdna(given.q.device)
-    rows, waves = rows_and_waves(generation, given.rows, q.dtype, cache.dtype, cache.shape[1])
+    q, cache, arch = given.q, given.kv_cache, gpu.of(given.q.device).arch
+    rows, waves = rows_and_waves(arch, given.rows, q.dtype, cache.dtype, cache.shape[1])
     tensors = q, cache, given.block_table, *given.results
+    generation = 4 if arch == "gfx950" else 3
     options = {
         "FORM": given.form, "ROWS": rows, "BLOCK_N": TILE.value, "CDNA": generation,
         "num_warps": WARPS.value, "waves_per_eu": waves,

@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_fusion.attention.hopper import fits
+from mla_fusion.attention.hopper import cards
 
-TILE = gl.constexpr(fits.TILE)
+TILE = gl.constexpr(cards.TILE)
 
 # Triton 3.9 renamed all four.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -19,11 +19,10 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common, tile
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
-from mla_fusion.attention.hopper.fits import decode as fits
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 
 @gluon.jit
@@ -162,7 +161,7 @@ def store_item(
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
-def decode_kernel(
+def mla_decode_hopper(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
     lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
     kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
@@ -256,7 +255,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_decode_hopper
 
 
 def arguments(given: Inputs) -> Launch:

@@ -22,16 +22,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.cards import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.common import async_load, barrier, load_layout, tma_load
-from mla_fusion.attention.hopper.fits import PRODUCT_COLUMNS, product_rows
-from mla_fusion.attention.hopper.fits import product as fits
 from mla_fusion.attention.plan.epilogue import EPSILON as LEAST_SCALE
 from mla_fusion.attention.plan.epilogue import largest
 
 if TYPE_CHECKING:
     from mla_fusion.attention.plan.inputs import Inputs
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
 COLUMNS = gl.constexpr(PRODUCT_COLUMNS)
@@ -87,7 +86,7 @@ def in_groups(y, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr):
 
 # Do not specialize on one token, nor on a stride of 1: the warm-up would compile another variant.
 @gluon.jit(do_not_specialize=["tokens", "scale_ptr", "scale_stride_t", "scale_stride_g"])
-def product_kernel(
+def mla_product(
     latent_ptr, w, out_ptr, scale_ptr, tokens, latent_stride_t, latent_stride_h, out_stride_t,
     scale_stride_t, scale_stride_g, w_step, L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr,
     DENSE: gl.constexpr, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr,
@@ -142,7 +141,7 @@ def product_kernel(
     gl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < tokens)[None, :])
 
 
-kernel: Any = product_kernel
+kernel: Any = mla_product
 
 
 def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:

@@ -24,14 +24,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
+from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item
 from mla_fusion.attention.hopper.decode import store_item
-from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
-from mla_fusion.attention.hopper.fits import sparse_fp8 as fits
 from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM
@@ -250,7 +249,7 @@ def attend(
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "block_units", "fresh"])
-def decode_kernel(
+def mla_sparse_hopper_fp8(
     q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
@@ -320,7 +319,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_sparse_hopper_fp8
 
 
 def arguments(given: Inputs) -> Launch:

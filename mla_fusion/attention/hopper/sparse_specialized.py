@@ -21,13 +21,12 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item, tiles_of
-from mla_fusion.attention.hopper.fits import sparse_specialized as fits
 from mla_fusion.attention.hopper.sparse_specialized_gather import Scopes, gather
 from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers, turn_of
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 
 # Tiles of keys in shared memory, and two barriers of each. keys: [n, tokens, L]. ropes: [n,
@@ -138,7 +137,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
 @gluon.jit(
     do_not_specialize=["table_stride", "extra_table_stride", "units", "extra_units", "fresh"]
 )
-def decode_kernel(
+def mla_sparse_hopper_ws(
     table_ptr, extra_table_ptr, lens_ptr, sink_ptr, cache_ptr, extra_cache_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
     scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, units, extra_units,
@@ -202,7 +201,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_sparse_hopper_ws
 
 
 def arguments(given: Inputs) -> Launch:

@@ -32,17 +32,16 @@ from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, cache_boxes
-from mla_fusion.attention.hopper.fits import warp_specialized as fits
 from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs, Launch
 
-__all__ = ["arguments", "fits", "kernel"]
+__all__ = ["arguments", "kernel"]
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
-def decode_kernel(
+def mla_decode_hopper_ws(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
     qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
@@ -132,7 +131,7 @@ def decode_kernel(
     gdc.gdc_launch_dependents()
 
 
-kernel = decode_kernel
+kernel = mla_decode_hopper_ws
 
 
 def arguments(given: Inputs) -> Launch:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.plan.device import sm_count
+from mla_fusion import gpu
 from mla_fusion.attention.plan.heads import HeadLayout
 from mla_fusion.kernels.inputs import check
 
@@ -123,7 +123,9 @@ class Settings:
 
     def rules(self, fold: int) -> Rules:
         """The rules for sequences of `fold` head blocks; ValueError without a default of `ctas`."""
-        ctas = sm_count(self.device) if self.ctas is None else self.ctas
+        ctas = gpu.of(self.device).sms if self.ctas is None else self.ctas
+        if not ctas:
+            raise ValueError(f"ctas must be given on {self.device}: it has no SMs")
         overhead = OVERHEAD if self.overhead is None else self.overhead
         more = self.max_split_per_batch, self.half_below
         return Rules(ctas, fold, self.kv_granularity, overhead, *more)

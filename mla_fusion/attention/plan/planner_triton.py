@@ -27,7 +27,7 @@ def fill(
 ) -> None:
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
     rules, max_batch, batch = plan.rules, plan.settings.max_batch, len(seq_lens)
-    plan_kernel[(1,)](
+    mla_plan[(1,)](
         qo_indptr, seq_lens, *(getattr(plan, name) for name in PLANNED), plan.planner_scratch,
         batch, rules.busy_ctas(batch), max_query_len, MAX_BATCH=max_batch, RULES=rules,
         BLOCK_B=triton.next_power_of_2(max_batch), BLOCK_W=triton.next_power_of_2(rules.ctas),
@@ -63,7 +63,7 @@ def store_costs(
 @triton.jit(
     do_not_specialize=["batch", "busy", "max_query_len", "qo_indptr", "seq_lens", "scratch"]
 )
-def plan_kernel(
+def mla_plan(
     qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
     reduce_partial_map, plan_qo_indptr, plan_kv_indptr, scratch, batch, busy, max_query_len,
     MAX_BATCH: tl.constexpr, RULES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,

@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion import gpu
 from mla_fusion.attention.plan import device_code
-from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, read_item, within
 from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.kernels.arithmetic import next_power_of_two
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def store_item(
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @triton.jit(do_not_specialize=["table_stride", "extra_table_stride"])
-def decode_kernel(
+def mla_decode_triton(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
     lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
     kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
@@ -213,23 +214,18 @@ def decode_kernel(
         store_item(acc, m, l, value_scale, item, row, target, sink_ptr, FORM, L_PAD)
 
 
-kernel: Any = decode_kernel
+kernel: Any = mla_decode_triton
 
 
-def fits(given: Inputs) -> str:
-    """It takes all that the provider does."""
-    return ""
-
-
-def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
+def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tuple[int, int]:
     """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
     gfx942, gfx950 and sm_90 without spilling registers in the loop over tiles; fp8 latents above
     512 do on sm_90, whatever the tile. of_bytes: the scales of such a cache take registers too: 32
     query rows spill to memory on gfx942 and gfx950, 4 warps on sm_90."""
-    warp = 64 if torch.version.hip else 32
+    warp = 64 if is_amd else 32
     if of_bytes:
         return (16, 4) if warp == 64 else (min(rows, 32), 8)
-    if rows <= 16 or power_of_two(latent) + power_of_two(rope) > 576:
+    if rows <= 16 or next_power_of_two(latent) + next_power_of_two(rope) > 576:
         return 16, 4 if latent <= 512 else 256 // warp
     return 32, 256 // warp
 
@@ -237,10 +233,11 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool) -> tuple[int, int]:
 def arguments(given: Inputs) -> Launch:
     """What the kernel is launched with."""
     latent, rope = given.widths
-    rows, warps = tile(given.rows, latent, rope, given.layout is not None)
+    is_amd = gpu.of(given.q.device).vendor == "AMD"
+    rows, warps = tile(given.rows, latent, rope, given.layout is not None, is_amd)
     half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
     options = {
-        "FORM": given.form, "L_PAD": power_of_two(latent), "R_PAD": power_of_two(rope),
+        "FORM": given.form, "L_PAD": next_power_of_two(latent), "R_PAD": next_power_of_two(rope),
         "ROWS": rows, "BLOCK_N": 16, "DOT": tl.float16 if half else tl.bfloat16,
         "num_warps": warps, "num_stages": 1,
     }  # fmt: skip

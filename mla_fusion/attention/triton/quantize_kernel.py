@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion import gpu
 from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
 from mla_fusion.attention.plan.inputs import Launch
 from mla_fusion.kernels.triton_rows import cast
@@ -24,7 +25,7 @@ def power_of_two(scale):
 
 # A stride of 1 is not specialized: the warm-up has scales in rows, a graph may have columns.
 @triton.jit(do_not_specialize=["scale_ptr", "scale_stride_t", "scale_stride_g"])
-def quantize_kernel(
+def mla_quantize(
     y_ptr, out_ptr, scale_ptr, out_stride_t, scale_stride_t, scale_stride_g, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUANTIZATION: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,7 @@ def quantize_kernel(
     tl.store(out_ptr + token * out_stride_t + column, y, mask=inside)
 
 
-kernel: Any = quantize_kernel
+kernel: Any = mla_quantize
 
 
 def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:
@@ -55,7 +56,7 @@ def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:
     out, (tokens, width) = epilogue.out, product.shape
     most = largest(out.dtype)
     # A negative LIMIT: the conversion clamps by itself.
-    limit = -most if out.is_cuda and torch.version.hip is None else most
+    limit = -most if gpu.of(out.device).vendor == "NVIDIA" else most
     args = product, out, epilogue.scale, out.stride(0), *epilogue.scale_strides
     options = {
         "WIDTH": width, "GROUP": GROUP, "QUANTIZATION": epilogue.quantization, "LARGEST": most,

@@ -5,9 +5,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.plan.device import power_of_two
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
 from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
 
 
@@ -24,7 +24,7 @@ def merge_step(lse, part, m, l, acc):
 
 
 @triton.jit
-def reduce_kernel(
+def mla_reduce(
     partial_ptr, partial_lse_ptr, reduce_indptr_ptr, reduce_final_map_ptr, reduce_partial_map_ptr,
     qo_indptr_ptr, sink_ptr, out_ptr, lse_ptr, heads, out_stride_t, out_stride_h,
     SINK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
@@ -80,7 +80,7 @@ def reduce_kernel(
             tl.store(lse_ptr + token * heads + head, lse, mask=real)
 
 
-kernel: Any = reduce_kernel
+kernel: Any = mla_reduce
 
 
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
@@ -100,7 +100,7 @@ def arguments(given: Inputs) -> Launch:
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.layout.fold
     rows, splits, columns = reduction(tiles, given.rows)
-    columns = min(columns, power_of_two(latent))
+    columns = min(columns, next_power_of_two(latent))
     args = (
         plan.partial_output, plan.partial_lse, plan.reduce_indptr, plan.reduce_final_map,
         plan.reduce_partial_map, plan.qo_indptr, given.or_unused(given.sink), out,

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench.kit import Call, distance, exact_attention, fp8_type, make_w_uv, worst
+from mla_fusion.cli.bench.kit import Call, distance, exact_attention, make_w_uv, worst
 
 PAGE = 64
-FP8, BF16 = fp8_type(), torch.bfloat16
+FP8, BF16 = gpu.fp8_type(), torch.bfloat16
 # Relative distance of a result from float64. Rounding to bf16 moves it by 1.7e-3, the decode's own
 # arithmetic by up to 1.4e-3. A product with a random W_UV keeps the latents' distance, and its own
 # rounding adds in squares: 2.8e-3.
@@ -201,7 +202,7 @@ def triton_mla(inputs: Inputs) -> Call:
 
     fp8, latent = inputs.case.dtype == FP8, inputs.case.latent
     q = inputs.q.float().mul(0.5).to(BF16) if fp8 else inputs.q
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    processors = gpu.of("cuda").sms
     splits = _compute_num_kv_splits(max(inputs.case.lengths()), processors)
     rows = inputs.case.queries
     after = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda")
@@ -279,7 +280,7 @@ def fa3(inputs: Inputs) -> Call:
 def flashinfer_mla(inputs: Inputs) -> Call:
     """FlashInfer's decode, as vLLM's FLASHINFER_MLA calls it on sm_100 and sm_103. From 0.32 on
     vLLM keeps the counters that the kernel would clear at every call."""
-    if torch.cuda.get_device_capability()[0] != 10:
+    if gpu.of("cuda").capability[0] != 10:
         raise RuntimeError("vLLM runs it on sm_100 and sm_103 alone")
     from flashinfer import utils
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mla_fusion.attention.aiter.selection import FP8_OF
-from mla_fusion.attention.plan.device import architecture
+from mla_fusion import gpu
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue
 from mla_fusion.cli import UserError, version_of
 
@@ -28,12 +27,6 @@ TIMES = ["p20_us", "p50_us", "p80_us"]
 UNAVAILABLE = ImportError, RuntimeError, AttributeError, ValueError, TypeError
 say_once = functools.cache(functools.partial(print, flush=True))
 POISON = 0x5A  # the byte that outputs are filled with before a call
-
-
-@functools.cache
-def fp8_type() -> torch.dtype:
-    """The fp8 type that this GPU computes in: e4m3fnuz on gfx942, e4m3fn on all others."""
-    return FP8_OF.get(architecture(torch.device("cuda")), torch.float8_e4m3fn)
 
 
 @dataclasses.dataclass
@@ -208,7 +201,7 @@ def _output(*command: str) -> str:
 def environment(commit: str = "", program: str = "mla-fusion") -> dict[str, str]:
     """GPU, driver, versions, commit and command; what is not there is an empty string."""
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu.of("cuda").name,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": version_of("triton"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.cli.bench import kit, region_cases
 from mla_fusion.cli.bench.kit import TIMES, Call, Ceilings, Row
 from mla_fusion.cli.bench.region_cases import ACTIVATION_SETS, BLOCK, SCALE, Layer, Region
@@ -43,7 +44,7 @@ def workspace(region: Region) -> torch.Tensor:
 
 def chosen_plan(region: Region) -> Plan:
     """What the dispatch table says for this case."""
-    case, table = region.case, dispatch.device_table(region.calls[0].q.device)
+    case, table = region.case, dispatch.device_table(gpu.of(region.calls[0].q.device))
     return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.kit import POISON, poisoned
 from mla_fusion.kernels import get_provider
@@ -69,7 +70,7 @@ class Case:
 
 def timed(tokens: int, heads: int, fp8: bool = True, widths: Widths = DEEPSEEK) -> Case:
     """A case of the benchmark: bf16 activations, and fp8 or bf16 for cache and query."""
-    kind = kit.fp8_type() if fp8 else torch.bfloat16
+    kind = gpu.fp8_type() if fp8 else torch.bfloat16
     return Case(tokens, heads, *widths, kv=kind, query=kind, block_size=BLOCK, padded=())
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention import triton
+from mla_fusion import gpu
+from mla_fusion.attention import cards
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.bench import decode_peers as peers
@@ -33,12 +34,11 @@ CONTEXTS = 1024, 8192, 65536
 GRID = {"batches": tuple(2**n for n in range(11)), "contexts": CONTEXTS}
 ROUNDS = 5
 LIMIT = 270  # seconds after which no further number of sequences is begun
-HOPPER = 9, 0
 
 
 def run(arguments: argparse.Namespace) -> int:
     """See `command.run`."""
-    if torch.version.hip:
+    if gpu.of("cuda").vendor == "AMD":
         raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
     kernels = measured.kernels()
     shapes = [_of_model(arguments)] if arguments.model else every()
@@ -65,7 +65,7 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     names = [*peers.CANDIDATES[dtype]]
     # Elsewhere all peers, of which one that is missing is left out: `auto` compares with the one
     # that the engine has.
-    if torch.cuda.get_device_capability() == HOPPER:
+    if gpu.of("cuda").arch in gpu.HOPPER:
         names = [decode.OURS, peers.VLLM_DEFAULT[dtype]]
     for case in paced(cases):
         timed += decode.measure(case, names, ROUNDS)
@@ -86,7 +86,7 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
 
 def concerned(types: set[torch.dtype]) -> list[str]:
     """The checks of `mla-fusion selftest` for what the portable decode launches here."""
-    modules = triton.kernels(torch.device("cuda"))
+    modules = [card.name for card in cards.of(gpu.of("cuda"))]
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
     decodes = {f"decode {module} {kind}" for module in modules for kind in kinds}
     return [name for name in NAMES if name in {"planner", "epilogue", *decodes}]

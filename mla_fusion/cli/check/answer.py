@@ -13,6 +13,7 @@ from mla_fusion.report.reasons import Decline
 
 _NAME = {"nvidia": "NVIDIA GPUs", "amd": "AMD GPUs (not yet run there)"}
 _ENVIRONMENT = {"nvidia": "", "amd": "VLLM_ROCM_USE_AITER=1 "}  # for any of AITER's kernels
+_REQUESTS = 256  # at once, if the user does not say
 _SHOWN = 2  # reasons of a text, in two lines each
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SNAPSHOT = re.compile(r"/models--(.+?)--(.+)/snapshots/[^/]+$")  # in the Hub's cache
@@ -22,22 +23,28 @@ class Settings(argparse.Namespace):
     """The engine that the user would start, and how it is cut: the command's arguments."""
 
     @property
+    def requests(self) -> int:
+        """How many run at once: --max-num-seqs, or the number that is assumed without it."""
+        return int(self.max_num_seqs or _REQUESTS)
+
+    @property
     def bucket(self) -> int:
         """As `config.decode_bucket` without CUDA graphs; draft tokens of any method widen it."""
-        return max(self.max_num_seqs * (1 + self.speculative_tokens), 2)
+        return max(self.requests * (1 + self.speculative_tokens), 2)
 
     def drafts(self, method: str) -> dict[str, Any]:
         """vLLM's speculative_config with `method`."""
         return {"method": method, "num_speculative_tokens": self.speculative_tokens}
 
-    def serve(self, draft: bool, predicts: bool) -> list[str]:
+    def serve(self, draft: bool, predicts: bool, brings_code: bool = False) -> list[str]:
         """The arguments of `vllm serve`, the model first, which a draft head is not. Drafts come
-        from the layers with which the model `predicts` them, else from the prompt."""
+        from the layers with which the model `predicts` them, else from the prompt. A model that
+        `brings_code` needs it trusted. An option that was not asked for is left to vLLM."""
         name = self._served()
         words = ["MODEL" if draft else name or "MODEL"]
+        words += ["--trust-remote-code"] if brings_code else []
         for flag, default in (
             ("tensor-parallel-size", 1), ("decode-context-parallel-size", 1),
-            # Always named: the bucket depends on it, and vLLM's default on the GPU.
             ("max-num-seqs", None), ("kv-cache-dtype", "auto"),
         ):  # fmt: skip
             value = getattr(self, flag.replace("-", "_"))
@@ -100,14 +107,18 @@ class Answer:
         if self.fuses:
             drafts = asked.speculative_tokens
             each = f" of 1 + {drafts} tokens" if drafts else ""
-            batch = f"{asked.max_num_seqs} requests{each} at once"
+            batch = f"{asked.requests} requests{each} at once"
             out = [
                 f"{self.model}: fuses. Every MLA layer, in graphs for 1 to {asked.bucket} tokens: "
                 f"{batch} (--max-num-seqs; vLLM's own may be higher)"
             ]
-            for platform, line in self.commands().items():
+            for place, (platform, line) in enumerate(self.commands().items()):
                 backends = ", ".join(self.backends[platform])
-                out += [f"  {_NAME[platform]}, attention backend {backends}:", f"    {line}"]
+                out.append(f"  {_NAME[platform]}, attention backend {backends}:")
+                if place:
+                    out[-1] += f" the same after {_ENVIRONMENT[platform].strip()}"
+                else:
+                    out.append(f"    {line}")
             return out + self.notes
         part = f"{layers - fused} of {layers} MLA layers of the cut model stay unfused"
         out = [f"{self.model}: {part if fused else 'does not fuse'}"]

@@ -12,7 +12,7 @@ from typing import get_args
 
 from mla_fusion import cli, config, kernels, report
 from mla_fusion.cli import UserError, child, option
-from mla_fusion.cli.check import model_classes, model_config, persistent_decode
+from mla_fusion.cli.check import model_classes, model_config, persistent_decode, sizes
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
@@ -33,8 +33,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     text = "the model's config.json or params.json, or its folder; not a name on the Hub"
     parser.add_argument("model", type=Path, metavar="CONFIG", help=text)
-    text = "as the server will get it (default: 256; vLLM's own depends on the GPU)"
-    option(parser, "--max-num-seqs", "N", text, 256)
+    text = "as the server will get it (without it 256 are assumed; vLLM's own depends on the GPU)"
+    option(parser, "--max-num-seqs", "N", text)
     text = "draft tokens a step: the decode bucket is N * (1 + K) tokens"
     option(parser, "--speculative-tokens", "K", text, 0, cli.zero_or_more)
     text = "emulated: the heads of one rank of TP"
@@ -78,6 +78,10 @@ def find(settings: Settings) -> Answer:
             raise Declined(decline.code, decline.detail)
         cut = _cut(model, settings)
         details = [f"checked as: {cut.changed}"]
+        brings_code = bool(model.config.get("auto_map"))
+        predicts = bool(model.config.get("num_nextn_predict_layers"))
+        serve = settings.serve(cut.draft, predicts, brings_code)
+        weights = _of_checkpoint(settings, model, cut)
         notes = persistent_decode.ask(settings, cut)
     except Declined as error:
         print(*details, sep="\n", file=sys.stderr)
@@ -97,8 +101,32 @@ def find(settings: Settings) -> Answer:
             if is_before(triton, each["triton before"])
         ]
     backends = _backends(settings, cut, model.architecture)
-    serve = settings.serve(cut.draft, bool(model.config.get("num_nextn_predict_layers")))
+    notes = weights + notes
     return Answer(model.name, settings, "engine", why, details, stored, backends, serve, notes)
+
+
+def _of_checkpoint(
+    settings: Settings, model: model_config.Model, cut: model_config.Cut
+) -> list[str]:
+    """A line on the checkpoint's types and size, if they matter. Its cache becomes that of the
+    settings where the user names none; Declined if no attention backend has such a cache."""
+    said = []
+    if settings.kv_cache_dtype == "auto" != model.cache:
+        settings.kv_cache_dtype = model.cache
+        said.append(f"KV cache in {model.cache}, by the checkpoint")
+        if not _backends(settings, cut, model.architecture):
+            detail = (
+                f"the checkpoint's {model.cache}, which no attention backend of an MLA layer has"
+            )
+            raise Declined("kv-cache-dtype", detail)
+    if cut.quantization:
+        method = cli.short(str(cut.quantization.get("quant_method", "a type of its own")), 20)
+        said.append(f"weights in {method}, of which vLLM unpacks W_UK and W_UV for the fused op")
+    heads = model.config["num_attention_heads"]
+    large = sizes.too_large(cut.weights, heads, settings.tensor_parallel_size)
+    if large and not cut.draft:  # whose config tells the sizes of its target
+        said.append(large)
+    return [f"  checkpoint: {'; '.join(said)}"] if said else []
 
 
 def _cut(model: model_config.Model, settings: Settings) -> model_config.Cut:
@@ -202,7 +230,7 @@ def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) ->
     )
     if settings.dump:
         engine["compilation_config"]["debug_dump_path"] = str(work / "depyf")
-    engine |= {"model": str(model), "load_format": "dummy", "max_num_seqs": settings.max_num_seqs}
+    engine |= {"model": str(model), "load_format": "dummy", "max_num_seqs": settings.requests}
     engine["kv_cache_dtype"] = settings.kv_cache_dtype
     # Above the bucket, so that a prefill graph is compiled too.
     engine["max_num_batched_tokens"] = max(2048, 2 * settings.bucket)

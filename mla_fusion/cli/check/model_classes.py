@@ -133,7 +133,8 @@ def _takes(path: str, heads: int, head_size: int, cache: str) -> bool:
     text = _folder("vllm").joinpath(*folders, f"{file}.py").read_text()
     named = re.search(r"q_pad_num_heads=(\w+)", text)
     padded = named and re.search(rf"^{named[1]} = {heads}$", text, re.M) is None
-    return not padded and f'"{cache}"' in caches and str(head_size) in (sizes or str(head_size))
+    known = re.findall(r"\d+", sizes)
+    return not padded and f'"{cache}"' in caches and (not known or str(head_size) in known)
 
 
 def _inherited(name: str, pattern: str) -> str:

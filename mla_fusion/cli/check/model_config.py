@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.cli import UserError, short
+from mla_fusion.cli.check import language_part, sizes
 from mla_fusion.files import read_bounded
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
@@ -27,6 +28,7 @@ _WHOLE = {
         ("first_k_dense_replace index_topk layer_group_size moe_intermediate_size", 0, 2**24),
         ("moe_topk n_group n_routed_experts num_experts num_experts_per_tok topk_group", 0, 2**24),
         ("num_nextn_predict_layers zero_expert_num", 0, 2**24),
+        ("n_shared_experts num_shared_experts", 0, 2**10),
     )
     for key in keys.split()
 }
@@ -41,6 +43,7 @@ _LIMITS = {
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 256),
     **dict.fromkeys(("n_routed_experts", "num_experts"), _EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "zero_expert_num"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), 1),
     # Of a hybrid, only the MLA layers are built: a CPU lacks the kernels of the others.
     **dict.fromkeys(("n_group", "topk_group", "layer_group_size"), 1),
     **{"vocab_size": _VOCABULARY, "num_nextn_predict_layers": 0},
@@ -63,6 +66,7 @@ class Model:
     architecture: str  # the class that vLLM runs for it
     name: str  # the class that the config names; `architecture` in brackets if it is another
     kinds: tuple[str, ...]  # model types of whole and part: vLLM may know the whole's alone
+    cache: str = "auto"  # the type of the KV cache that vLLM takes from the checkpoint
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Cut:
     draft: bool  # whether it is a draft head: `config` is then that of a target with this head
     changed: str  # a line on what was changed
     quantization: Mapping[str, Any]  # the model's quantization_config, which the cut model lacks
+    weights: float  # an estimate of the bytes of the whole model's
 
 
 def read(model: Path) -> Model:
@@ -84,11 +89,11 @@ def read(model: Path) -> Model:
     if "model_type" not in content and {"dim", "n_layers"} <= set(content):
         content = _translate(content, path)
     _refuse_odd(content, path)
-    part = content
-    if "kv_lora_rank" not in content and content.get("text_config"):
-        # A multimodal model: its language part. The code of both is named once.
-        shared = {"auto_map": content["auto_map"]} if "auto_map" in content else {}
-        part = {**shared, **content["text_config"]}
+    part = language_part.find(content)
+    if part is not content:
+        # The code and the quantization of both are named once.
+        shared = {key: content[key] for key in _DROPPED if content.get(key) is not None}
+        part = {**part, **shared}
         _refuse_odd(part, path)
     kind = part.get("model_type")
     if not isinstance(kind, str) or not 0 < len(kind) <= _LONGEST_NAME:
@@ -98,7 +103,22 @@ def read(model: Path) -> Model:
     architecture, *_ = part.get("architectures") or [whole or kind]
     name = architecture if whole in ("", architecture) else f"{whole} ({architecture})"
     kinds = tuple({kind, str(content.get("model_type", kind))})
-    return Model(path, part, architecture, name, kinds)
+    return Model(path, part, architecture, name, kinds, _cache(content, path))
+
+
+def _cache(content: dict[str, Any], path: Path) -> str:
+    """The type of the KV cache for --kv-cache-dtype auto, as vLLM reads it: from modelopt's
+    checkpoints, and not for an MLA layer from those of compressed-tensors."""
+    quantization = content.get("quantization_config") or {}
+    if not str(quantization.get("quant_method", "")).startswith("modelopt"):
+        return "auto"
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    try:
+        return get_kv_cache_quant_algo_string(quantization) or "auto"
+    except Exception as error:  # noqa: BLE001  (it takes every field to be what it expects)
+        why = short(f"{type(error).__name__}: {error}")
+        raise UserError(f"vLLM refuses the quantization_config of {path}: {why}") from None
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -175,6 +195,8 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     # Transformers refuses a hidden size that is no multiple of the heads.
     step = math.lcm(small["num_attention_heads"], _ALIGNMENT)
     small["hidden_size"] = -(-small["hidden_size"] // step) * step
+    if why := sizes.refusal(whole, small):
+        raise UserError(f"{model.path}: {why}")
     if draft:
         name, small["model_type"] = _TARGETS[model.architecture]
         small |= {"architectures": [name], "num_nextn_predict_layers": 1}
@@ -193,7 +215,7 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
         kept = f"{layers} MLA layers, the kind of one in {group} of its {all_layers} layers"
     notes = [
         *([kept, "the draft head beside them"] if draft else [kept]),
-        f"{small['num_attention_heads']} heads (one rank of {ranks})",
+        f"{small['num_attention_heads']} heads" + f" (one rank of {ranks})" * (ranks > 1),
         f"hidden size {small['hidden_size']}",
         "no experts" if has_experts and not needs_experts else f"at most {_EXPERTS} experts",
         "dummy weights in bfloat16",
@@ -201,4 +223,5 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     ]
     head_size = whole["kv_lora_rank"] + whole["qk_rope_head_dim"]
     quantization = whole.get("quantization_config") or {}
-    return Cut(small, head_size, draft, ", ".join(notes), quantization)
+    total = sizes.weights(whole, layer_key)
+    return Cut(small, head_size, draft, ", ".join(notes), quantization, total)

@@ -39,7 +39,7 @@ def _of_aiter(settings: Settings, cut: Cut) -> list[str]:
         verdict = selection.aiter_verdict_up_to(heads, query_len, dtype, dtype, arch)
         layout, taken = verdict.layout, taken or not verdict.unsupported
         said[arch] = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
-        _, slow = selection.slow_steps(heads, query_len, dtype, settings.max_num_seqs, arch)
+        _, slow = selection.slow_steps(heads, query_len, dtype, settings.requests, arch)
         said[arch] += f"; vLLM's backend for {slow}" if slow else ""
     if not taken:
         raise Declined("aiter-attention", f"{heads} heads, {'; '.join(said.values())}")

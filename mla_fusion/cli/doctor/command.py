@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion import __version__, config, kernels
-from mla_fusion.attention.plan.device import architecture
+from mla_fusion import __version__, config, gpu, kernels
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short, version_of
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
@@ -59,7 +58,7 @@ def probe() -> dict[str, Any]:
     vllm, vllm_error = _import_vllm()
     device, arch = _device()
     is_gpu = vllm_compat.is_gpu() if vllm else torch.cuda.is_available()
-    is_rocm = vllm_compat.is_rocm() if vllm else bool(torch.version.hip)
+    is_rocm = vllm_compat.is_rocm() if vllm else gpu.of("cuda").vendor == "AMD"
     providers = {name: _why_not(name) for name in kernels.PROVIDERS}
     # A distribution called aiter may be another project's; then the provider cannot run.
     other = "" if providers["aiter"] else version_of("aiter") or "unknown"
@@ -99,8 +98,8 @@ def _device() -> tuple[str, str]:
     """(name, architecture) of the first GPU; empty without one."""
     if not torch.cuda.is_available():
         return "", ""
-    found = torch.cuda.get_device_properties(0)
-    return found.name, architecture(torch.device("cuda", 0)) or f"sm_{found.major}{found.minor}"
+    found = gpu.of("cuda:0")
+    return found.name, found.arch
 
 
 def _why_not(provider: str) -> str:

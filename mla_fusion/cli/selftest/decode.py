@@ -3,7 +3,6 @@ sequence owns are NaN, tails of last pages included, and entries of a block tabl
 sequence name no block. Plans, outputs and partial results are full of NaN too."""
 
 import dataclasses
-import importlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from mla_fusion.attention import Epilogue, PersistentDecodePlan
 from mla_fusion.attention import triton as provider
+from mla_fusion.attention.card import Card, Shape
 from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs, validate
 from mla_fusion.cli.bench.decode_peers import TOLERANCE
@@ -30,45 +30,14 @@ HUGE = 2**32 + 2**30  # bytes of a cache
 NEEDED = 12 * 2**30  # bytes that must be free for it
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What a decode kernel is compiled for, and how its inputs lie in memory."""
-
-    heads: int
-    queries: int
-    page: int
-    latent: int = 512
-    rope: int = 64
-    q: torch.dtype = BF16
-    kv: torch.dtype = BF16
-    gap: int = 0  # elements between entries, blocks and rows
-    huge: bool = False  # a cache of more than 2^32 bytes
-    values: int = 0  # columns of W_UV for a head
-    quantization: str = "none"
-    batch: int = 0  # sequences; 0: as many as there are hostile lengths
-
-    @property
-    def width(self) -> int:
-        return self.latent + self.rope
-
-    @property
-    def name(self) -> str:
-        words = [f"{self.heads} heads x {self.queries} rows, pages of {self.page}"]
-        words += [f"{self.latent} + {self.rope}", str(self.kv)[6:]]
-        words += ["strided"] if self.gap else []
-        words += ["2^32 bytes"] if self.huge else []
-        words += [f"W_UV {self.quantization}, {self.batch} sequences"] if self.values else []
-        return ", ".join(words)
-
-
 class Bench(outcome.Bench):
-    """Of a shape, decoded by a module of `mla_fusion.attention`, or by the one that is chosen."""
+    """Of a shape, decoded by the kernel of a card, or by the one that is chosen."""
 
-    def __init__(self, kernel: str, shape: Shape, longest: int, device: str) -> None:
+    def __init__(self, card: Card | None, shape: Shape, longest: int, device: str) -> None:
         torch.manual_seed(0)
         self.bound = TOLERANCE if shape.quantization == "none" else ROUNDED
         self.lse_bound = LSE_FP8 if shape.kv.itemsize == 1 else LSE_BF16
-        self.kernel, self.shape, self.device, self.longest = kernel, shape, device, longest
+        self.card, self.shape, self.device, self.longest = card, shape, device, longest
         heads, latent, page, width = shape.heads, shape.latent, shape.page, shape.width
         self.batch = shape.batch or len(self.lengths())
         self.rows = self.batch * shape.queries
@@ -168,15 +137,14 @@ class Bench(outcome.Bench):
             self.scale, self.out, self.lse, self.epilogue,
         )  # fmt: skip
         validate(given)
-        if not self.kernel:
+        if self.card is None:
             provider.persistent_mla_decode(given)
             return
         provider.check(given.q, given.kv_cache, self.shape.latent)
-        module = importlib.import_module(f"mla_fusion.attention.{self.kernel}")
-        if why := module.fits(given):
-            raise ValueError(f"{self.kernel} does not take {self.shape.name}: {why}")
-        grid, args, options = module.arguments(given)
-        module.kernel[grid](*args, **options)
+        if why := self.card.why_not(given):
+            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why}")
+        grid, args, options = self.card.module.arguments(given)
+        self.card.module.kernel[grid](*args, **options)
         provider.merge(given)
         self.plan.fresh = False
 
@@ -214,12 +182,16 @@ class Bench(outcome.Bench):
 
 
 def check(
-    kernel: str, shapes: list[Shape], device: str = "cuda", longest: int = LONGEST, repeats: int = 3
+    card: Card | None,
+    shapes: list[Shape],
+    device: str = "cuda",
+    longest: int = LONGEST,
+    repeats: int = 3,
 ) -> Iterator[Outcome]:
     """The cases of each shape, decoded as in `Bench`. longest: most KV tokens of a sequence."""
     for shape in shapes:
         if shape.huge and torch.cuda.mem_get_info()[0] < NEEDED:
             shape = dataclasses.replace(shape, huge=False)
         most = min(longest, MOST_SCORES // (shape.heads * shape.queries))
-        yield from Bench(kernel, shape, most, device).cases(shape.name, repeats, replays=2)
+        yield from Bench(card, shape, most, device).cases(shape.name, repeats, replays=2)
         torch.cuda.empty_cache()  # for the kernels that are checked beside this one

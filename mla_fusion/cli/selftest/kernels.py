@@ -17,39 +17,16 @@ from typing import TextIO
 
 import torch
 
-from mla_fusion.attention.cdna.fits import why_no_sparse
-from mla_fusion.attention.plan.device import cdna, has_hopper
-from mla_fusion.cli.bench.kit import fp8_type
+from mla_fusion import gpu
+from mla_fusion.attention import cards
+from mla_fusion.attention.card import Shape
+from mla_fusion.attention.cdna.cards import why_no_sparse
 from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, planner, region, sparse
-from mla_fusion.cli.selftest.decode import Shape
 from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
-from mla_fusion.kernels.triton import no_fp8
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
 SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
-# Heads, query rows, page; then of a decode that is not of 512 + 64, or lies otherwise.
-FEW = [Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64)]
-# By module: the shapes of its kernel, and those of a thorough check too.
-DECODES = {
-    "triton.decode_kernel": (
-        [*FEW, Shape(40, 1, 64, 256, 32, gap=3), Shape(16, 1, 64, 320, 64)],
-        [Shape(64, 2, 32), Shape(128, 8, 128), Shape(16, 1, 64, 1024, 128)],
-    ),
-    # In fp8 CTAs share SMs from 32 sequences on.
-    "hopper.decode": (
-        [*FEW, Shape(32, 1, 64, 256, 64), Shape(20, 1, 64, batch=40)],
-        [Shape(64, 2, 32), Shape(20, 3, 64), Shape(40, 1, 16, 256, 32)],
-    ),
-    "hopper.warp_specialized": (
-        [Shape(64, 1, 64), Shape(128, 1, 64, huge=True), Shape(16, 4, 128, gap=64),
-         Shape(16, 8, 64), Shape(40, 1, 128)],
-        [Shape(8, 8, 64), Shape(32, 8, 64), Shape(128, 2, 64)],
-    ),
-    "cdna.decode": (
-        [*FEW, Shape(16, 8, 128), Shape(32, 1, 64, 256, 64)], [Shape(64, 2, 32), Shape(8, 8, 16)]
-    ),
-}  # fmt: skip
 _behind = functools.partial(Shape, queries=1, page=64, values=128)
 EPILOGUES = [
     _behind(16, batch=1),
@@ -62,7 +39,7 @@ MORE_EPILOGUES = [_behind(64, batch=1, quantization="group"), _behind(16, querie
 NAMES = [
     "planner",
     *(f"{what} {kind}" for kind in ("bf16", "fp8")
-      for what in ("region", *(f"decode {module}" for module in DECODES))),
+      for what in ("region", *(f"decode {card.name}" for card in cards.CARDS if card.shapes))),
     "epilogue", *(f"sparse {cache}" for cache in ("bf16", "fp8", "656 bytes", "584 bytes")),
 ]  # fmt: skip
 
@@ -78,33 +55,32 @@ def check(name: str, thorough: bool) -> Iterator[Outcome]:
         return region.check(region.cases(_type_of(of), thorough))
     if what == "epilogue":
         shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
-        if no_fp8("cuda"):
+        if gpu.of("cuda").no_fp8():
             shapes = [shape for shape in shapes if shape.quantization == "none"]
-        return decode.check("", shapes, repeats=repeats)
+        return decode.check(None, shapes, repeats=repeats)
     if what == "sparse":
-        if torch.version.hip and (why := why_no_sparse()):
+        if gpu.of("cuda").vendor == "AMD" and (why := why_no_sparse()):
             raise CannotRun(why)
-        fp8 = fp8_type() if of == "bf16" else _type_of("fp8")
+        fp8 = gpu.fp8_type() if of == "bf16" else _type_of("fp8")
         return sparse.check(sparse.variants(of, fp8), steps=40 if thorough else 4)
     module, kind = of.split()
-    if module.startswith("hopper") and not has_hopper("cuda"):
-        raise CannotRun("it needs sm_90")
-    if module.startswith("cdna") and not cdna("cuda"):
-        raise CannotRun("it needs gfx942 or gfx950")
-    kv, (shapes, more) = _type_of(kind), DECODES[module]
-    shapes = [dataclasses.replace(s, kv=kv, q=kv) for s in shapes + (more if thorough else [])]
-    if kind == "fp8" and module == "triton.decode_kernel":
-        shapes.append(Shape(16, 1, 64, kv=kv))
-    return decode.check(module, shapes, repeats=repeats)
+    card = cards.named(module)
+    if why := card.why_not_on(gpu.of("cuda")):
+        raise CannotRun(why)
+    kv, chosen = _type_of(kind), card.shapes + (card.thorough if thorough else ())
+    cases = [dataclasses.replace(shape, kv=kv, q=kv) for shape in chosen]
+    if kind == "fp8" and card.widens:
+        cases.append(Shape(16, 1, 64, kv=kv))
+    return decode.check(card, cases, repeats=repeats)
 
 
 def _type_of(kind: str) -> torch.dtype:
     """bf16, or the fp8 type of this GPU; CannotRun where it has no fp8."""
     if kind == "bf16":
         return torch.bfloat16
-    if why := no_fp8("cuda"):
+    if why := gpu.of("cuda").no_fp8():
         raise CannotRun(why)
-    return fp8_type()
+    return gpu.fp8_type()
 
 
 def run(job: Job, progress: TextIO) -> dict[str, str]:

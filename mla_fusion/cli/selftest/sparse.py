@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mla_fusion.attention.hopper.fits import SPARSE_FP8_ROWS
+from mla_fusion import gpu
+from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
 from mla_fusion.attention.plan import layouts
-from mla_fusion.attention.plan.device import has_hopper
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
@@ -151,7 +151,8 @@ class Bench(outcome.Bench):
         layout = self.variant.layout
         # One kernel for Hopper scales what it summed; the others round each key to bf16.
         few = self.variant.heads <= SPARSE_FP8_ROWS and len(self.scopes) == 1
-        rounds = layout is not None and (layout.behind or not (few and has_hopper(self.device)))
+        few = few and gpu.of(self.device).arch in gpu.HOPPER
+        rounds = layout is not None and (layout.behind or not few)
         by = SCALE if self.variant.q.itemsize == 1 else 1.0
         for token, q in enumerate(self.q.double() * by):
             found = []

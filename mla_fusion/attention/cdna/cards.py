@@ -1,11 +1,13 @@
-"""Which decodes the kernel for CDNA 3 and 4 takes, and how it is compiled; imports no Gluon."""
+"""The card of the kernel for CDNA 3 and 4: which decodes it takes, and how it is compiled."""
 
 import functools
 
 import torch
 
-from mla_fusion.attention.plan.device import triton_version
+from mla_fusion import gpu
+from mla_fusion.attention.card import FEW, OVERHEAD, PLANNED_TOKENS, Card, Decodes, Shape
 from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.gpu import triton_version
 
 WIDTHS = ((512, 64), (256, 64))  # latent and rotated part: compiled and executed
 TILE = 64  # tokens
@@ -25,12 +27,12 @@ def decode(given: Inputs) -> str:
 
 
 def rows_and_waves(
-    generation: int, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
+    arch: str, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
 ) -> tuple[int, int]:
     """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD to compile for:
     as many as fit without spills, to hide each other's latency. page: tokens of a block."""
     few, fp8 = rows <= 16, kv_dtype.itemsize == 1
-    if generation == 4 and fp8 and not converts_e4m3fn():
+    if arch == "gfx950" and fp8 and not converts_e4m3fn():
         waves = 1
     elif few:
         aligned = page % TILE == 0 or page in (16, 32)
@@ -50,3 +52,20 @@ def why_no_sparse() -> str:
     """Why sparse decode is not compiled for AMD GPUs; empty if it is."""
     why = "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does"
     return "" if triton_version() >= (3, 7) else why.format(*triton_version())
+
+
+def _settings(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
+    """As many CTAs as fit the compute units, where the row blocks of an item run at once."""
+    if of.scopes:
+        return None
+    tile, waves = rows_and_waves(here.arch, of.rows, of.kv_dtype, of.kv_dtype, TILE)
+    ctas = max(1, waves * here.sms // -(-of.rows // tile))
+    return {"ctas": ctas, "kv_granularity": PLANNED_TOKENS, "overhead": OVERHEAD}
+
+
+CARDS = (
+    Card(
+        "cdna.decode", gpu.CDNA, decode, _settings,
+        (*FEW, Shape(16, 8, 128), Shape(32, 1, 64, 256, 64)), (Shape(64, 2, 32), Shape(8, 8, 16)),
+    ),
+)  # fmt: skip

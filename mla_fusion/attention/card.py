@@ -1,0 +1,103 @@
+"""The card of a kernel: what is known of it without Triton or Gluon."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_fusion.attention.plan.heads import layout as head_layout
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.layouts import CacheLayout
+from mla_fusion.gpu import Gpu
+
+PLANNED_TOKENS = 64  # of a block of a plan: every kernel's tile, or a multiple of it
+OVERHEAD = 4  # fixed cost of a work item, in blocks
+
+
+class Decodes(NamedTuple):
+    """The decodes of a plan. width: L + R. scopes, layout: of a sparse plan; else 0 and None."""
+
+    heads: int
+    max_query_len: int
+    kv_dtype: torch.dtype
+    width: int
+    scopes: int = 0
+    layout: CacheLayout | None = None
+
+    @property
+    def rows(self) -> int:
+        """The most query rows of a work item."""
+        return head_layout(self.heads, self.max_query_len).per_work * self.max_query_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A case of selftest: what a kernel is compiled for, and how its inputs lie in memory."""
+
+    heads: int
+    queries: int
+    page: int
+    latent: int = 512
+    rope: int = 64
+    q: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.bfloat16
+    gap: int = 0  # elements between entries, blocks and rows
+    huge: bool = False  # a cache of more than 2^32 bytes
+    values: int = 0  # columns of W_UV for a head
+    quantization: str = "none"
+    batch: int = 0  # sequences; 0: as many as there are hostile lengths
+
+    @property
+    def width(self) -> int:
+        return self.latent + self.rope
+
+    @property
+    def name(self) -> str:
+        words = [f"{self.heads} heads x {self.queries} rows, pages of {self.page}"]
+        words += [f"{self.latent} + {self.rope}", str(self.kv)[6:]]
+        words += ["strided"] if self.gap else []
+        words += ["2^32 bytes"] if self.huge else []
+        words += [f"W_UV {self.quantization}, {self.batch} sequences"] if self.values else []
+        return ", ".join(words)
+
+
+# Cases of every decode kernel that takes few query rows.
+FEW = (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16, 2, 128, gap=64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A kernel. The first card of a GPU that takes a decode is launched.
+
+    name: its module below `mla_fusion.attention`, which has `arguments(given) -> Launch` and
+    `kernel`. archs: the architectures for which it compiles; empty for every one.
+    why_not: why it does not take these inputs; empty if it does.
+    settings: the arguments of `PersistentDecodePlan.allocate` that suit it, for decodes that it
+    takes; None for others, and where another kernel's plan does.
+    shapes, thorough: the cases of `mla-fusion selftest`, and those of `--thorough` beside them.
+    widens: it also takes a bf16 query over a cache in fp8, a case of selftest more.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    why_not: Callable[[Inputs], str]
+    settings: Callable[[Gpu, Decodes], dict[str, int] | None] = lambda here, decodes: None
+    shapes: tuple[Shape, ...] = ()
+    thorough: tuple[Shape, ...] = ()
+    widens: bool = False
+
+    def why_not_on(self, here: Gpu) -> str:
+        """Why it does not run on a GPU; empty if it does."""
+        runs = not self.archs or here.arch in self.archs
+        return "" if runs else f"it needs {' or '.join(self.archs)}"
+
+    def takes(self, here: Gpu, given: Inputs) -> bool:
+        """Whether it runs on a GPU, and with these inputs."""
+        return not self.why_not_on(here) and not self.why_not(given)
+
+    @property
+    def module(self) -> Any:
+        """The module that launches it; Gluon's take a while to import."""
+        return importlib.import_module(f"mla_fusion.attention.{self.name}")

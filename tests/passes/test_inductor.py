@@ -1,0 +1,38 @@
+"""Inductor computes what the passes make of a graph, whatever q, kv_c and k_pe are views of: some
+of these values it stores, others never."""
+
+import itertools
+
+import pytest
+
+from tests.nightly import daily
+from tests.passes.fake_engine import BATCHES, assert_same, run
+from tests.passes.graphs import ROPES, SPLITS, Spec, build
+from tests.passes.inductor import through
+
+EVERY = [
+    Spec(rope, split=split, gated=gated)
+    for rope, split, gated in itertools.product(ROPES, ("", *SPLITS), (False, True))
+    if split or not gated
+]
+# In place where nothing else reads the query, and a clone where the gate is read later.
+TODAY = [
+    Spec("flashinfer"), Spec("cat_fused", layers=2), Spec("native", split="chunk", gated=True),
+    *(Spec("nope", split=split, gated=True) for split in ("unbind", "interleaved", "expanded")),
+    Spec("nope", split="transposed"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("spec", daily(dict.fromkeys([*TODAY, *EVERY]), *TODAY), ids=str)
+def test_a_split_projection(spec):
+    """A gate is split off the query's projection, kv_c and k_pe are parts of an activation."""
+    module = build(spec)
+    compiled, record = through(module, spec)
+    if spec.rope == "nope" or not spec.split or spec in TODAY:
+        assert record.fused == spec.layers
+    if record.fused:
+        for name in ("decode", "padded", "mixed", "prefill"):
+            batch = BATCHES[name]
+            found = run(module, spec, batch, compiled=compiled)
+            assert_same(run(module, spec, batch), found, batch, tolerance=1e-4)
