@@ -18,8 +18,8 @@ _SELECTIONS = {"DWORD": 0, "BYTE_0": 1, "BYTE_1": 2, "BYTE_2": 3, "BYTE_3": 4, "
 _DPP = ("quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror",
         "row_bcast:15", "row_bcast:31", "row_newbcast")  # fmt: skip
 _VECTORS_OF_BITS = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
-# Modifiers that say nothing here: "offen" is seen by the operand, the result of an atomic too;
-# loads and stores take no notice of scopes, as if there were none.
+# Modifiers that say nothing here: the operand shows "offen", and no scope matters to workgroups
+# that run one after the other.
 _SILENT = {"offen", "nt", "sc0", "sc1"}
 
 
@@ -45,8 +45,6 @@ def encode(given, labels):
     name = given.name
     if "clamp" in given.modifiers:
         name += " clamp"
-    if name in ("buffer_wbl2", "buffer_inv") and "sc1" in given.modifiers:
-        name += " sc1"  # for all workgroups of the GPU
     at = f"line {given.line}, `{given.text}`: the executor"
     if name not in NUMBERS:
         raise UnknownInstruction(

@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import math
 import re
 import struct
 
@@ -14,7 +13,7 @@ from tests.amd.compile import tensors
 # In the order of the enumeration in machine/state.h.
 FAULTS = (
     "none", "read", "write", "LDS bounds", "LDS race", "barrier", "runaway", "unsupported",
-    "register without a wait", "race of workgroups",
+    "register without a wait",
 )  # fmt: skip
 _PACKING = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
 _HIDDEN = ("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z")
@@ -26,22 +25,20 @@ _DIRECTIVES = {
     "user_sgpr_kernarg_preload_offset": 0, "system_vgpr_workitem_id": 0, "tg_split": 0,
 }  # fmt: skip
 Machine = build.structure("Machine", FAULTS=len(FAULTS))
-Region, Shared, Group, Start = map(build.structure, ("Region", "Shared", "Group", "Start"))
+Region, Start = map(build.structure, ("Region", "Start"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a launch is run, of what the hardware leaves open.
 
-    backwards: the last workgroup runs first, and in each the last wave. pauses: a workgroup that
-    has an atomic on its way waits until all others have too, or have ended. rounding: of v_rcp_f32,
+    backwards: the last workgroup runs first, and in each the last wave. rounding: of v_rcp_f32,
     v_exp_f32 and v_log_f32, which are accurate to 1 ulp: 0 to nearest, 1 up, -1 down. preload: the
     hardware has put the first arguments into registers; if not, the kernel's own prologue loads
     them. seed: of the rubbish. limit: instructions of a wave.
     """
 
     backwards: bool = False
-    pauses: bool = True
     rounding: int = 0
     preload: bool = True
     seed: int = 12345
@@ -50,20 +47,18 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """executed: instructions of all waves. counts: of each instruction; of a store, of those that
-    stored anything. faults: how many of each kind. first: what the first one was, or empty."""
+    """counts: executions of each instruction. faults: the number of each kind. first: the first
+    fault in words, or empty."""
 
-    executed: int
     counts: np.ndarray
     faults: dict[str, int]
     first: str
 
 
-def function(name, result=None):
-    """A function of the compiled machine."""
-    found = getattr(build.library(), name)
-    found.restype = result
-    return found
+def _size_of(name):
+    found = getattr(build.library(), f"size_of_{name}")
+    found.restype = ctypes.c_uint64
+    return found()
 
 
 def run(given, writable, settings=None):
@@ -80,24 +75,25 @@ def run(given, writable, settings=None):
     counts = np.zeros(len(code), np.uint64)
     arguments = _arguments(given)
     regions = _regions(given, writable, arguments)
-    shared = _shared(given, regions)
-    groups, kept = _groups(given, shared)
-    written = np.zeros(_size(shared), np.uint8)
+    lds, tags, waves = (
+        np.zeros(count * size, np.uint8)
+        for count, size in (
+            (kernel.lds, 1), (kernel.lds, _size_of("tag")), (kernel.warps, _size_of("wave"))
+        )
+    )  # fmt: skip
     machine = Machine(
         regions=ctypes.addressof(regions), region_count=len(regions), counts=counts.ctypes.data,
-        limit=settings.limit, pauses=settings.pauses, seed=settings.seed,
+        limit=settings.limit, seed=settings.seed, lds=lds.ctypes.data, tags=tags.ctypes.data,
         rounding=settings.rounding, fnuz=kernel.target == "gfx942", lds_size=kernel.lds,
-        written=written.ctypes.data, shared=ctypes.addressof(shared), shared_count=len(shared),
-        shared_size=_size(shared),
     )  # fmt: skip
     start, user = _start(kernel.program, arguments, settings)
-    executed = function("run_launch", ctypes.c_uint64)(
+    build.library().run_launch(
         ctypes.byref(machine), code, ctypes.byref(start), (ctypes.c_uint32 * 3)(*given.grid),
-        groups, kernel.warps, int(settings.backwards),
+        waves.ctypes.data_as(ctypes.c_void_p), kernel.warps, int(settings.backwards),
     )  # fmt: skip
-    del user, kept  # `start` and `groups` have their addresses
+    del user  # `start` has its address
     faults = {name: n for name, n in zip(FAULTS, machine.faults, strict=True) if n}
-    return Outcome(executed, counts, faults, _first(machine, given, regions))
+    return Outcome(counts, faults, _first(machine, given, regions))
 
 
 def _first(machine, given, regions):
@@ -146,44 +142,6 @@ def _regions(given, writable, arguments):
         end = tensor.data_ptr() + (span if tensor.numel() else 0) * tensor.element_size()
         found.append(Region(tensor.data_ptr(), end, 1, int(name in writable)))
     return (Region * len(found))(*found)
-
-
-def _shared(given, regions):
-    """What workgroups that run at once may write, without overlaps: all that the launch may, if its
-    kernel has an atomic. Without one no workgroup waits for another."""
-    if not any("atomic" in each.name for each in given.kernel.program.instructions):
-        return (Shared * 0)()
-    found = []
-    for begin, end in sorted((each.begin, each.end) for each in regions if each.writable):
-        if found and begin < found[-1].end:
-            found[-1].end = max(end, found[-1].end)
-        elif begin < end:
-            found.append(Shared(begin, end, _size(found)))
-    return (Shared * len(found))(*found)
-
-
-def _size(shared):
-    """Bytes of a view."""
-    return sum(each.end - each.begin for each in shared)
-
-
-def _groups(given, shared):
-    """Memory of as many workgroups as run at once, and the arrays that hold it."""
-    kernel, view = given.kernel, _size(shared)
-    count = math.prod(given.grid) if view else 1
-    sizes = {
-        "lds": max(kernel.lds, 1),
-        "view": view,
-        "states": view,
-        "tags": max(kernel.lds, 1) * function("size_of_tag", ctypes.c_uint64)(),
-        "waves": kernel.warps * function("size_of_wave", ctypes.c_uint64)(),
-    }
-    arrays = {name: np.zeros((count, size), np.uint8) for name, size in sizes.items()}
-    groups = (Group * count)()
-    for number, group in enumerate(groups):
-        for name, array in arrays.items():
-            setattr(group, name, array[number].ctypes.data)
-    return groups, arrays
 
 
 def _start(program, arguments, settings):

@@ -15,11 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.cli.check import model_classes
 from tests import child as children
-from tests.coverage import classes, jobs, page
+from tests.coverage import jobs, page
 
-ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else two ranks want two NUMA nodes
 
 
@@ -42,21 +40,7 @@ def save(name, results):
     """Keep results under a name."""
     path = page.RESULTS / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"coverage: wrote {path.relative_to(ROOT)}")
-
-
-def read_sources(package):
-    """What page.py keeps of a release: its architectures with MLA layers, and those not compiled.
-
-    vLLM's list of fallbacks to transformers is one architecture.
-    """
-    found = {
-        name: compiled
-        for name, compiled in classes.architectures(package).items()
-        if page.TRANSFORMERS not in compiled or name == "TransformersForCausalLM"
-    }
-    breakable = sorted(model_classes.breakable(package) & found.keys())
-    return {"architectures": found, "breakable": breakable}
+    print(f"coverage: wrote {path.name}")
 
 
 def main(command, arguments):
@@ -65,7 +49,7 @@ def main(command, arguments):
         page.PAGE.write_text(page.text(page.PAGE.read_text()))
     elif command == "sources":
         release, folder = arguments
-        found = read_sources(Path(folder))
+        found = page.read_sources(Path(folder))
         if release in page.RELEASES:
             save(release, found)
         elif own := page.of_its_own(found):
@@ -79,7 +63,7 @@ def main(command, arguments):
 
         version = str(vllm.__version__).split("+")[0]
         engines = page.stored(version).get("engines", {}) | run(jobs.MODELS, arguments)
-        save(version, {**read_sources(Path(vllm.__file__).parent), "engines": engines})
+        save(version, {**page.read_sources(Path(vllm.__file__).parent), "engines": engines})
     else:
         raise SystemExit(__doc__)
 

@@ -93,7 +93,7 @@ _PORTABLE = {
 def _drafts(count):
     method = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 3}
     return Neighbour(
-        f"speculative decoding, {count} draft token{'s' * (count > 1)}",
+        f"draft tokens: {count}",
         {"speculative_config": {**method, "prompt_lookup_min": 1}},
         imitate=_SEVERAL,
         model=TERSE,

@@ -13,8 +13,8 @@ from vllm.config import CompilationConfig, VllmConfig
 from mla_fusion import config, plugin, report
 from mla_fusion.cli.check import model_classes
 from mla_fusion.report.reasons import Decline
-from tests.coverage import jobs, page, tables, vllm_passes
-from tests.coverage.__main__ import read_sources, run
+from tests.coverage import jobs, page, vllm_passes
+from tests.coverage.__main__ import run
 from tests.models import DEEPSEEK_V2, write
 from tests.nightly import daily
 from tests.passes import linears
@@ -30,7 +30,7 @@ DRAFT_HEADS = ("glm4_moe_lite+mtp", "longcat_flash+mtp")  # which vLLM does not 
 
 @pytest.fixture(scope="module")
 def sources():
-    return read_sources(Path(vllm.__file__).parent)
+    return page.read_sources(Path(vllm.__file__).parent)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,16 @@ def test_the_page_has_the_table_of_its_results():
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
-def test_every_compiled_class_was_shown_by_an_engine(version):
-    assert set(page.shown(version)) == page.compiled(version)
-
-
-@pytest.mark.parametrize("version", [page.NEW, page.OLD])
-def test_every_layer_fused_or_declined_for_a_known_limit(version):
-    for name, counts in page.shown(version).items():
+def test_engines_show_every_compiled_class_and_each_layer_fused_or_declined(version):
+    shown = page.shown(version)
+    compiled = {
+        name
+        for architecture, classes in page.stored(version)["architectures"].items()
+        for name in classes
+        if not page.why_unreached(version, architecture)
+    }
+    assert set(shown) == compiled
+    for name, counts in shown.items():
         assert 2 * counts["layers"] == counts.total() > 0, name
         assert set(counts) <= {"layers", "fused", *DECLINED.get(name, ())}, name
 
@@ -72,32 +75,27 @@ def test_check_finds_the_mla_layers_of_every_class_that_has_some(sources):
 
 @pytest.mark.parametrize("version", page.RELEASES)
 def test_every_architecture_is_shown_or_has_its_reason_in_every_release(version):
-    shown = page.compiled(page.NEW) if version == page.SOURCES else set(page.shown(version))
+    shown = page.shown(page.NEW if version == page.SOURCES else version)
     for name, compiled in page.stored(version)["architectures"].items():
-        if page.why_unreached(version, name):
-            assert name in tables.UNREACHABLE
-        else:
-            assert set(compiled) <= shown, name
+        if name not in page.UNREACHED:
+            assert not page.why_unreached(version, name) and set(compiled) <= shown.keys(), name
 
 
 def test_no_reason_is_left_of_what_has_gone():
-    for name in tables.UNREACHABLE:
+    for name in page.UNREACHED:
         there = [v for v in page.RELEASES if name in page.stored(v)["architectures"]]
         assert any(page.why_unreached(version, name) for version in there), name
-    for version, name in tables.NOT_SHOWN:
-        assert page.stored(version)["architectures"][name], "it is not compiled there"
-        assert name not in page.stored(version)["breakable"]
 
 
-@pytest.mark.parametrize("name", tables.UNREACHABLE)
+@pytest.mark.parametrize("name", page.UNREACHED)
 def test_the_user_is_told_why_an_architecture_is_not_reached(
     name, sources, model_config, monkeypatch, caplog
 ):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets itself, for good
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     caplog.set_level("INFO", logger="vllm.mla_fusion")
-    code = tables.UNREACHABLE[name]
-    topk = 2048 if code == tables.SPARSE else None
+    code = page.UNREACHED[name]
+    topk = 2048 if code == page.SPARSE else None
     model = copy.copy(model_config)
     model.model_arch_config = dataclasses.replace(model.model_arch_config, architectures=[name])
     model._architecture, model.hf_text_config = name, copy.copy(model.hf_text_config)
@@ -112,13 +110,13 @@ def test_the_user_is_told_why_an_architecture_is_not_reached(
         assert f"[{code}]" in said
         assert model_classes.decide({"kv_lora_rank": 512, "index_topk": topk}, name).code == code
     elif name in sources["breakable"]:
-        why = Decline(tables.BREAKABLE, name).explain()
+        why = Decline(page.BREAKABLE, name).explain()
         assert said == f"mla-fusion: {config.FLAG} is switched off: {why}"
     else:
         assert "is switched off" not in said
     # Where vLLM has another list, as on ROCm.
     report.publish(None, name, cached=False)
-    assert f"[{tables.NO_GRAPH}]" in caplog.messages[-1] and name in caplog.messages[-1]
+    assert f"[{page.NO_GRAPH}]" in caplog.messages[-1] and name in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("version", [page.NEW, page.OLD])
@@ -128,22 +126,22 @@ def test_the_user_is_told_that_a_draft_head_is_in_no_graph(version, engine):
     assert "outside any graph: 1 MLA layers" in line or "1 in no graph" in line
 
 
-@pytest.mark.parametrize("variant", daily(tables.VARIANTS, tables.VARIANTS[0]))
-@pytest.mark.parametrize("name", tables.SPELLINGS)
+@pytest.mark.parametrize("variant", daily(page.VARIANTS, page.VARIANTS[0]))
+@pytest.mark.parametrize("name", page.SPELLINGS)
 def test_a_spelling(name, variant, plain_kernels):
-    (given, styles, by_vllm), (q_lora, layer_name, partition) = tables.SPELLINGS[name], variant
+    (given, styles, by_vllm), (q_lora, layer_name, partition) = page.SPELLINGS[name], variant
     for is_neox in styles:
         spec = Spec(is_neox=is_neox, q_lora=q_lora, layer_name=layer_name, **given)
         made = vllm_passes.compare(spec, partition, by_vllm)
         assert (made.layers, made.fused, made.declined) == (1, 1, {})
 
 
-@pytest.mark.parametrize("variant", daily(tables.OUTPUT_VARIANTS, tables.OUTPUT_VARIANTS[0]))
-@pytest.mark.parametrize("name", tables.OUTPUTS)
+@pytest.mark.parametrize("variant", daily(page.OUTPUT_VARIANTS, page.OUTPUT_VARIANTS[0]))
+@pytest.mark.parametrize("name", page.OUTPUTS)
 def test_quantizations_in_front_of_o_proj(name, variant, plain_kernels):
-    (quantized, _, reason), (layer_name, partition) = tables.OUTPUTS[name], variant
+    (quantized, reason), (layer_name, partition) = page.OUTPUTS[name], variant
     spec = Spec("nope", dtype=torch.bfloat16, quantized=quantized, layer_name=layer_name)
-    runs = quantized not in tables.NOT_RUN
+    runs = quantized not in page.NOT_RUN
     made = vllm_passes.compare(spec, partition, attention="portable", runs=runs)
     assert (made.fused, made.declined) == (1, {})
     assert [decline.code for decline in made.plain_outputs] == [reason] * bool(reason)

@@ -12,7 +12,7 @@ static void load_scalars(Machine *m, Wave *w, const Instruction *i)
     address += (i64)(i32)scalar_operand(w, &i->source[1], 1);
     p->instruction = i;
     for (u32 k = 0; k < words_of(i); k++) p->data[k] = w->s[i->result.index + k] = rubbish(m);
-    if (region_of(m, w, i, address, i->size, 0)) memcpy(p->data, seen(m, address), i->size);
+    if (region_of(m, w, i, address, i->size, 0)) memcpy(p->data, (u8 *)address, i->size);
     touch(m, w, i, &i->result, MEMORY);
     fly(w, &i->result, MEMORY, 1);
 }
@@ -74,11 +74,8 @@ static void store_vector(Machine *m, Wave *w, Pending *p, int checked)
         u32 x[4] = {p->data[0][l], p->data[1][l], p->data[2][l], p->data[3][l]};
         if (!on(p->active, l) || (checked && !p->second[l])) continue;
         if (!region_of(m, w, i, p->address[l], i->size, 1)) continue;
-        memcpy(seen(m, p->address[l]), x, i->size);
-        set_states(m, p->address[l], i->size, UNDERWAY);
-        p->stored |= 1ull << l;
+        memcpy((u8 *)p->address[l], x, i->size);
     }
-    if (p->stored) count(m, i);
 }
 
 static void global_load(Machine *m, Wave *w, const Instruction *i)
@@ -116,41 +113,6 @@ static void buffer_store(Machine *m, Wave *w, const Instruction *i)
 }
 
 static void buffer_store_action(Machine *m, Wave *w, Pending *p) { store_vector(m, w, p, 1); }
-
-/* An atomic addition that returns what was there. A workgroup that pauses here lets the next ones
-   run until each has paused or ended: they see of it only what it has put into memory. */
-static void global_add(Machine *m, Wave *w, const Instruction *i)
-{
-    Pending *p = issue_vector(m, w, i);
-    global_addresses(w, i, p);
-    take_data(w, &i->source[2], i, p, 0);
-    scramble(m, w, i->result.index, 1, p->active);
-    for (int l = 0; l < LANES; l++) {
-        i64 at = in_view(m, p->address[l]);
-        if (!on(p->active, l) || !region_of(m, w, i, p->address[l], 4, 1)) continue;
-        /* What a cache holds of a counter is not modelled. */
-        if (at >= 0 && m->states[at] != CLEAN) fault(m, w, i, UNSUPPORTED, p->address[l], 4);
-        u32 *counter = (u32 *)p->address[l], sum = *counter + p->data[0][l];
-        p->data[0][l] = *counter;
-        *counter = sum;
-    }
-    if (m->shared_size && m->pauses) w->status = PAUSED;
-}
-
-static void global_add_action(Machine *m, Wave *w, Pending *p)
-{
-    write_word(w, p->instruction->result.index, p->data[0], p->active);
-}
-
-/* To all workgroups of the GPU: what the wave has stored, and what others of its workgroup have. */
-static void cache_write_back(Machine *m, Wave *w, const Instruction *i) { issue_vector(m, w, i); }
-
-static void cache_write_back_action(Machine *m, Wave *w, Pending *p)
-{
-    write_back(m, w, p->instruction);
-}
-
-static void cache_invalidate(Machine *m, Wave *w, const Instruction *i) { invalidate(m); }
 
 /* ---- LDS */
 

@@ -4,8 +4,7 @@ static void run_wave(Machine *m, Wave *w, const Instruction *program)
 {
     for (w->status = RUNNING; w->status == RUNNING;) {
         const Instruction *i = &program[w->pc++];
-        if (FUNCTIONS[i->operation] != global_store && FUNCTIONS[i->operation] != buffer_store)
-            count(m, i);
+        m->counts[i - m->program]++;
         for (int k = 0; k < 4; k++) touch(m, w, i, &i->source[k], MEMORY | LDS);
         if (!ACTIONS[i->operation]) touch(m, w, i, &i->result, MEMORY | LDS);
         touch(m, w, i, &i->second, MEMORY | LDS);
@@ -45,91 +44,46 @@ static void start_wave(Machine *m, Wave *w, const Start *s, u32 number, const u3
     memset(w->flying, 0, sizeof w->flying);
 }
 
-/* A workgroup between the turns in which it runs. */
-typedef struct {
-    u8 *lds, *view, *states;
-    Tag *tags;
-    Wave *waves;
-    u32 epoch, turn, ended; /* turn: how many waves have reached the next barrier; ended: the end */
-    int status;
-} Group;
-
-static void start_group(Machine *m, Group *g, const Start *start, const u32 at[3], u32 count)
+/* Its waves in turn from barrier to barrier; whether all of them ended. */
+static int run_group(Machine *m, const Instruction *program, Wave *waves, u32 count, u32 backwards)
 {
-    for (u32 k = 0; k < m->lds_size; k++) g->lds[k] = rubbish(m);
-    memset(g->tags, 0, m->lds_size * sizeof(Tag));
-    g->epoch = 1;
-    g->turn = g->ended = 0;
-    for (u32 k = 0; k < count; k++) start_wave(m, &g->waves[k], start, k, at);
-}
-
-static void enter(Machine *m, const Group *g)
-{
-    m->lds = g->lds, m->tags = g->tags, m->view = g->view, m->states = g->states;
-}
-
-/* Its waves in turn, until they pause or end. */
-static void run_group(Machine *m, const Instruction *program, Group *g, u32 count, u32 backwards)
-{
-    enter(m, g);
-    for (g->status = RUNNING; g->status == RUNNING;) {
-        Wave *w = &g->waves[backwards ? count - 1 - g->turn : g->turn];
-        m->epoch = g->epoch;
-        run_wave(m, w, program);
-        if (w->status == PAUSED || w->status == FAILED) {
-            g->status = w->status;
-            continue;
+    for (m->epoch = 1;; m->epoch++) {
+        u32 ended = 0;
+        for (u32 turn = 0; turn < count; turn++) {
+            Wave *w = &waves[backwards ? count - 1 - turn : turn];
+            run_wave(m, w, program);
+            if (w->status == FAILED) return 0;
+            ended += w->status == ENDED;
         }
-        g->ended += w->status == ENDED;
-        if (++g->turn < count) continue;
-        if (g->ended) g->status = g->ended == count ? ENDED : FAILED;
-        if (g->status == ENDED) complete(m, g->waves, count);
-        if (g->status == FAILED)
-            fault(m, w, &program[g->waves[0].pc - 1], BARRIER, count - g->ended, 0);
-        g->turn = 0;
-        g->epoch++;
+        if (ended == count) {
+            complete(m, waves, count);
+            return 1;
+        }
+        if (ended) {
+            fault(m, &waves[0], &program[waves[0].pc - 1], BARRIER, count - ended, 0);
+            return 0;
+        }
     }
 }
 
-/* Returns the number of instructions that were executed; stops after a workgroup that failed.
-   Backwards: the last workgroup first, and in each the last wave.
-
-   Workgroups that share memory run at once, and there are as many of `groups`: each runs until it
-   pauses, then each to its end, the last one first. Others run one after the other, all in the one
-   of `groups`. */
-u64 run_launch(Machine *m, const Instruction *program, const Start *start, const u32 grid[3],
-               Group *groups, u32 count, u32 backwards)
+/* Run the workgroups one after the other in the memory of one; stop after one that failed.
+   Backwards: the last workgroup first, and in each the last wave. `waves` has `count`. */
+void run_launch(Machine *m, const Instruction *program, const Start *start, const u32 grid[3],
+                Wave *waves, u32 count, u32 backwards)
 {
-    u64 executed = 0, number = (u64)grid[0] * grid[1] * grid[2];
+    u64 number = (u64)grid[0] * grid[1] * grid[2];
     m->program = program;
-    int failed = 0, at_once = m->shared_size > 0;
-    for (u64 n = 0; at_once && n < number; n++) {
-        enter(m, &groups[n]);
-        invalidate(m);
-    }
-    for (u64 n = 0; n < number && !failed; n++) {
+    for (u64 n = 0, going = 1; n < number && going; n++) {
         u64 at = backwards ? number - 1 - n : n;
         u32 place[3] = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
-        Group *g = &groups[at_once ? n : 0];
-        start_group(m, g, start, place, count);
-        run_group(m, program, g, count, backwards);
-        failed = g->status == FAILED;
-        for (u32 k = 0; !at_once && k < count; k++) executed += g->waves[k].executed;
+        for (u32 k = 0; k < m->lds_size; k++) m->lds[k] = rubbish(m);
+        memset(m->tags, 0, m->lds_size * sizeof(Tag));
+        for (u32 k = 0; k < count; k++) start_wave(m, &waves[k], start, k, place);
+        going = run_group(m, program, waves, count, backwards);
     }
-    if (!at_once) return executed;
-    for (u64 n = number; n-- > 0 && !failed;)
-        while (groups[n].status == PAUSED) run_group(m, program, &groups[n], count, backwards);
-    for (u64 n = 0; n < number && !failed; n++) {
-        Wave *w = groups[n].waves;
-        enter(m, &groups[n]);
-        write_back(m, w, &program[w->pc - 1]);
-        for (u32 k = 0; k < count; k++) executed += groups[n].waves[k].executed;
-    }
-    return executed;
 }
 
 u64 size_of_wave(void) { return sizeof(Wave); }
-u64 size_of_group(void) { return sizeof(Group); }
 u64 size_of_tag(void) { return sizeof(Tag); }
 u64 size_of_instruction(void) { return sizeof(Instruction); }
 u64 size_of_machine(void) { return sizeof(Machine); }

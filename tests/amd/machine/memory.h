@@ -8,11 +8,7 @@
    which takes their operations in turn ("Memory model GFX942" of LLVM's AMDGPU guide, workgroup
    scope without threadgroup split mode). Registers wait for s_waitcnt all the same.
 
-   Workgroups that run at once may be on dies with a cache each ("agent scope" there). So each has a
-   view of the memory that they write: memory as it was when the launch began or when the workgroup
-   last invalidated, and its own stores. These go to memory when it writes its cache back, and then
-   only those that a wait has covered. Atomics are carried out in memory when they are issued, as
-   early as the hardware may; what they return comes as late as other loads. */
+   Workgroups run one after the other, as no kernel has an atomic or waits for another workgroup. */
 
 /* The region that holds these bytes and allows the access; NULL, and a fault, if there is none. */
 static const Region *region_of(Machine *m, Wave *w, const Instruction *i, u64 address, u32 size,
@@ -29,54 +25,9 @@ static const Region *region_of(Machine *m, Wave *w, const Instruction *i, u64 ad
     return 0;
 }
 
-/* Where an address lies in a view; -1 if all workgroups see memory itself there. */
-static i64 in_view(const Machine *m, u64 address)
-{
-    for (u32 k = 0; k < m->shared_count; k++)
-        if (address >= m->shared[k].begin && address < m->shared[k].end)
-            return m->shared[k].offset + (address - m->shared[k].begin);
-    return -1;
-}
-
-/* The bytes that the workgroup which runs sees at an address. */
-static u8 *seen(const Machine *m, u64 address)
-{
-    i64 at = in_view(m, address);
-    return at < 0 ? (u8 *)address : m->view + at;
-}
-
-static void set_states(Machine *m, u64 address, u32 size, u8 state)
-{
-    i64 at = in_view(m, address);
-    if (at >= 0) memset(m->states + at, state, size);
-}
-
-/* The dirty bytes of a view go to memory. A race: workgroups that write different values to a byte
-   in one launch, even if one waits for the other. */
-static void write_back(Machine *m, Wave *w, const Instruction *i)
-{
-    for (const Shared *s = m->shared; s < m->shared + m->shared_count; s++)
-        for (u64 at = s->offset; at < s->offset + (s->end - s->begin); at++) {
-            u8 *byte = (u8 *)(s->begin + (at - s->offset));
-            if (m->states[at] != DIRTY) continue;
-            if (m->written[at] && *byte != m->view[at]) fault(m, w, i, RACE, (u64)byte, 1);
-            m->states[at] = CLEAN;
-            m->written[at] = 1;
-            *byte = m->view[at];
-        }
-}
-
-/* A view becomes what memory is, where its workgroup has not written. */
-static void invalidate(Machine *m)
-{
-    for (const Shared *s = m->shared; s < m->shared + m->shared_count; s++)
-        for (u64 at = s->offset; at < s->offset + (s->end - s->begin); at++)
-            if (m->states[at] == CLEAN) m->view[at] = *(u8 *)(s->begin + (at - s->offset));
-}
-
 static void read_global(Machine *m, Wave *w, const Instruction *i, u64 address, u32 size, u32 *x)
 {
-    if (region_of(m, w, i, address, size, 0)) memcpy(x, seen(m, address), size);
+    if (region_of(m, w, i, address, size, 0)) memcpy(x, (u8 *)address, size);
     else x[0] = x[1] = x[2] = x[3] = rubbish(m);
 }
 
@@ -154,18 +105,14 @@ static void complete_vector(Machine *m, Wave *w, u32 left)
         Pending *p = &w->vector_queue[w->vector_first % VECTOR_QUEUE];
         fly(w, &p->instruction->result, MEMORY, -1);
         if (!p->done) ACTIONS[p->instruction->operation](m, w, p);
-        for (int l = 0; p->stored && l < LANES; l++)
-            if (on(p->stored, l)) set_states(m, p->address[l], p->instruction->size, DIRTY);
     }
 }
 
-/* What a barrier orders is carried out; the registers of loads stay untouchable until a wait, and a
-   cache is not written back before. */
+/* What a barrier orders is carried out; the registers of loads stay untouchable until a wait. */
 static void carry_out_vector(Machine *m, Wave *w)
 {
     for (u32 k = 0; k < w->vector_count; k++) {
         Pending *p = &w->vector_queue[(w->vector_first + k) % VECTOR_QUEUE];
-        if (!p->instruction->result.kind && !p->instruction->size) continue;
         if (!p->done) ACTIONS[p->instruction->operation](m, w, p);
         p->done = 1;
     }
@@ -197,7 +144,6 @@ static Pending *issue_vector(Machine *m, Wave *w, const Instruction *i)
     p->instruction = i;
     p->active = pair(w, EXEC);
     p->done = 0;
-    p->stored = 0;
     /* Loads of one queue arrive in order: a later one may have the same registers. */
     touch(m, w, i, &i->result, LDS);
     fly(w, &i->result, MEMORY, 1);

@@ -19,8 +19,8 @@ enum { ACCUMULATORS = 512, VECTORS = 768 };
 enum { NOTHING, SCALAR, VECTOR, CONSTANT };
 enum { WHOLE, SIGNED, LOW_HALF, HIGH_HALF };      /* how a narrow memory access uses a register */
 enum { VECTOR_QUEUE = 64, LDS_QUEUE = 16, SCALAR_QUEUE = 64 }; /* the widths of the counters */
-enum { RUNNING, AT_BARRIER, PAUSED, ENDED, FAILED };
-enum { READ = 1, WRITE, LDS_BOUNDS, LDS_RACE, BARRIER, RUNAWAY, UNSUPPORTED, NO_WAIT, RACE, FAULTS };
+enum { RUNNING, AT_BARRIER, ENDED, FAILED };
+enum { READ = 1, WRITE, LDS_BOUNDS, LDS_RACE, BARRIER, RUNAWAY, UNSUPPORTED, NO_WAIT, FAULTS };
 
 /* count: of registers. select: 0, or 1 + byte 0..3, or 5 + half 0..1 of the register (SDWA); extend: with its sign. */
 typedef struct {
@@ -44,7 +44,7 @@ typedef struct {
 typedef struct {
     const Instruction *instruction;
     int done;
-    u64 active, stored; /* lanes */
+    u64 active; /* lanes */
     u64 address[LANES], second[LANES];
     u32 data[4][LANES];
 } Pending;
@@ -70,15 +70,6 @@ typedef struct {
     u32 readable, writable;
 } Region;
 
-/* Memory that workgroups which run at once may write, and where it lies in the view of each. */
-typedef struct {
-    u64 begin, end, offset;
-} Shared;
-
-/* Of a byte of a view. UNDERWAY: a barrier has made a store seen by its workgroup, and no wait has
-   covered it; DIRTY: the store is in the workgroup's cache, not in memory. */
-enum { CLEAN, UNDERWAY, DIRTY };
-
 typedef struct {
     u32 write_epoch, read_epoch;
     u16 readers, writer;
@@ -89,25 +80,15 @@ typedef struct {
     Tag *tags;
     Region *regions;
     const Instruction *program;
-    u64 *counts; /* how often each instruction was executed; of a store, how often it stored */
-    u8 *view, *states; /* of the workgroup that runs */
-    u8 *written;       /* bytes of a view that one has written back */
-    Shared *shared;
-    u64 shared_size; /* bytes of a view; 0: workgroups share nothing */
-    u64 limit;       /* instructions of a wave */
-    u32 pauses;      /* whether a workgroup pauses at an atomic */
-    u32 lds_size, region_count, shared_count, epoch, seed;
+    u64 *counts; /* how often each instruction was executed */
+    u64 limit; /* instructions of a wave */
+    u32 lds_size, region_count, epoch, seed;
     i32 rounding; /* of approximate instructions: 0 to nearest, 1 up, -1 down */
     u32 fnuz; /* whether fp8 is e4m3fnuz */
     u32 faults[FAULTS];
     u32 fault_kind, fault_line, fault_wave, fault_size;
     u64 fault_address;
 } Machine;
-
-static void count(Machine *m, const Instruction *i)
-{
-    if (m->counts) m->counts[i - m->program]++;
-}
 
 static void fault(Machine *m, Wave *w, const Instruction *i, int kind, u64 address, u32 size)
 {
