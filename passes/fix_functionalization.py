@@ -1,30 +1,33 @@
-"""Pass 5: in-place ops leave `auto_functionalized` without a copy.
+"""Pass 5: in-place ops leave `auto_functionalized`.
 
     before   out = auto_functionalized(op, q=view(x), ...); y = out[1]
              z = slice_scatter(view(x), copy(slice(view(x)), y))
     after    op(view(x), ...); y is view(x), z is x's view
+    or, if the old value of q is read later,
+             c = clone(view(x)); op(c, ...); y is c, z is slice_scatter(view(x), copy(.., c))
 
 It replaces vLLM's own last pass, and calls it for every op that is not named here. vLLM's pass
 raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1, copy and slice_scatter are all
 there; here each may be missing.
 
-Safe because an op is made in-place only if nothing reads the old value after it, through any alias
-that `patterns.nodes` knows or cannot exclude. If something may, an op of this library stays
-functional, and Inductor copies. vLLM's pass makes vLLM's op in-place in any case, so that op writes
-to copies made here."""
+Safe because an op writes in place only to memory whose old value nothing reads after it, through
+any alias that `patterns.nodes` knows or cannot exclude, and of which no two elements are one. Any
+other argument is cloned first, and the op writes to the clone. No call is left to the copies that
+Inductor makes for `auto_functionalized`: it rebuilds an argument from the strides of its metadata,
+which a view of a value that was never stored does not have."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx
 
 from mla_fusion import ops
-from mla_fusion.passes.rewrite import PassResult, drop_dead, fake_like, mutated, replace
+from mla_fusion.passes.rewrite import PassResult, drop_dead, mutated, replace
 from mla_fusion.patterns import site
-from mla_fusion.patterns.nodes import Memory, is_view
+from mla_fusion.patterns.nodes import Memory, arguments, is_view
+from mla_fusion.patterns.probe import concrete
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
 aten = torch.ops.aten
@@ -40,12 +43,8 @@ class MLAFixFunctionalizationPass:
     def __call__(self, graph: fx.Graph) -> PassResult:
         result, memory = PassResult(), Memory(graph)
         for node in list(graph.nodes):
-            name = functionalized_op(node)
-            if name in OWN and (call := _make_in_place(graph, node, memory)):
-                result.rewritten[node.name] = call
-            elif name == FUSED_ROPE_UPDATE:
-                _copy_mutated(graph, node)
-                _make_in_place(graph, node, memory)
+            if functionalized_op(node) in OWN:
+                result.rewritten[node.name] = _make_in_place(graph, node, memory)
         if result.rewritten:
             drop_dead(graph)
         if self.rest is not None:
@@ -53,27 +52,17 @@ class MLAFixFunctionalizationPass:
         return result
 
 
-def _copy_mutated(graph: fx.Graph, node: fx.Node) -> None:
-    """Let the op of `node` write to copies, which nothing else reads."""
-    for name in mutated(node.args[0]):
-        source: Any = node.kwargs[name]
-        with graph.inserting_before(node):
-            copy = graph.call_function(aten.clone.default, (source,))
-        if "val" in source.meta:
-            copy.meta["val"] = fake_like(source.meta["val"])
-        node.update_kwarg(name, copy)
-
-
-def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node | None:
-    """Replace `node` by a call of its op; None, and no change, if an old value is read later."""
+def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node:
+    """Replace `node` by a call of its op, which writes to clones where it must."""
     op: Any = node.args[0]
     written = []
     for index, name in enumerate(mutated(op), start=max(len(op._schema.returns), 1)):
         target: Any = node.kwargs[name]
         reads = outputs(node, index)
         scatters = [scatter for read in reads for scatter in _scatters_back(read, target)]
-        if _read_later(memory, target, node, scatters):
-            return None
+        if _read_later(memory, target, node, scatters) or _overlaps(target):
+            target, scatters = _clone(graph, node, target), []
+            node.update_kwarg(name, target)
         written.append((target, reads, scatters))
     with graph.inserting_before(node):
         call = graph.call_function(op, (), dict(node.kwargs))
@@ -87,23 +76,64 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node | 
     return call
 
 
+def _clone(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
+    """A dense copy of `source`, made right before `node`."""
+    with graph.inserting_before(node):
+        copy = graph.call_function(
+            aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+        )
+    if "val" in source.meta:
+        copy.meta["val"] = source.meta["val"].new_empty(source.meta["val"].shape)
+    return copy
+
+
+def _overlaps(target: fx.Node) -> bool:
+    """Whether two elements of `target` may share memory, as those of an expanded value do. They do
+    not if each dimension, in order of stride, steps beyond all elements of those before it."""
+    value, reach = target.meta.get("val"), 0
+    if value is None:
+        return True
+    steps = zip(map(concrete, value.stride()), map(concrete, value.shape), strict=True)
+    for stride, size in sorted(step for step in steps if step[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
     """Each slice_scatter that only puts a mutated slice back where it lies: `target` is
     slice(whole, dim, start, ...), and it writes to the same place of a value equal to `whole`."""
     if target.target is not aten.slice.Tensor:
         return []
-    whole, *place = target.args
-    copied = [user for user in mutated.users if user.target is aten.copy.default]
-    readers = dict.fromkeys(chain(mutated.users, *(copy.users for copy in copied)))
-    scatters = [node for node in readers if node.target is aten.slice_scatter.default]
-    there = [node for node in scatters if _normal(node.args[2:]) == _normal(place)]
-    return [node for node in there if same_view(node.args[0], whole)]
+    copies = [user for user in mutated.users if _copies(user, mutated, aten.copy.default)]
+    sources = [mutated, *(copy for copy in copies if _alike(copy, mutated))]
+    scatters = [
+        user for source in sources for user in source.users
+        if _copies(user, source, aten.slice_scatter.default)
+    ]  # fmt: skip
+    there = [node for node in scatters if _place(node) == _place(target)]
+    return [node for node in there if same_view(node.args[0], target.args[0])]
 
 
-def _normal(place: Sequence[Any]) -> tuple[Any, ...]:
-    """dim, start, end, step of a slice, with defaults filled in."""
-    dim, start, end, step = list(place) + [0, None, None, 1][len(place) :]
-    return (dim, start or 0, end, step)
+def _copies(node: fx.Node, source: fx.Node, op: Any) -> bool:
+    """Whether `node` is `op`, a copy or a scatter, with `source` as its second argument alone: of
+    the first one it takes the type, the shape, and what it does not overwrite."""
+    given = arguments(node) if node.target is op else {}
+    return bool(given) and given["src"] is source and given["self"] is not source
+
+
+def _alike(copy: fx.Node, source: fx.Node) -> bool:
+    """Whether a copy neither casts nor expands its source."""
+    values = [node.meta.get("val") for node in (copy, source)]
+    known = [(value.dtype, str(value.shape)) for value in values if value is not None]
+    return len(known) == 2 and known[0] == known[1]
+
+
+def _place(node: fx.Node) -> tuple[Any, ...]:
+    """dim, start, end and step of a slice, or of a scatter into one."""
+    given = arguments(node)
+    return given["dim"], given["start"] or 0, given["end"], given["step"]
 
 
 def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:

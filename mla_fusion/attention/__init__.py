@@ -13,10 +13,11 @@ import torch
 
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.plan import planner
-from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step, check
+from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step
 from mla_fusion.attention.plan.epilogue import Epilogue
-from mla_fusion.attention.plan.inputs import Inputs, validate
+from mla_fusion.attention.plan.inputs import Inputs, covers, validate
 from mla_fusion.kernels import ProviderUnavailable, load
+from mla_fusion.kernels.inputs import check
 
 __all__ = [
     "PROVIDERS", "Epilogue", "PersistentDecodePlan", "ProviderUnavailable", "get_provider",
@@ -26,7 +27,7 @@ __all__ = [
 PROVIDERS = ("reference", "triton", "aiter")
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False, kw_only=True, repr=False)
 class PersistentDecodePlan(PlanBuffers):
     """`PlanBuffers` with the planner that writes them, a module that has
 
@@ -71,6 +72,8 @@ class PersistentDecodePlan(PlanBuffers):
         Raises:
             ValueError: the step is larger than the plan, or a tensor is not as above.
         """
+        for name, given in ("qo_indptr", qo_indptr), ("seq_lens", seq_lens):
+            check(name, isinstance(given, torch.Tensor), "a tensor", repr(given))
         settings, batch = self.settings, seq_lens.shape[0]
         most, longest = settings.max_batch, settings.max_query_len
         given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
@@ -118,7 +121,7 @@ def persistent_mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention of absorbed decode queries over the latent cache, causal at its end.
 
-    For row i of the n query rows of a sequence of s KV tokens, with L = v_head_dim:
+    For row i of the n query rows of a sequence of s KV tokens, with L the latent width:
 
         out = softmax(softmax_scale * q . k[:s - (n - 1 - i)]) @ k[:s - (n - 1 - i), :L]
 
@@ -132,7 +135,8 @@ def persistent_mla_decode(
             dimension. Blocks and entries may be strided.
         plan: refreshed for this step; it alone has the lengths.
         block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after
-            its end are not read.
+            its end are not read. max_blocks covers the longest sequence, which is checked on a CPU
+            alone: on a GPU the lengths are not read back.
         softmax_scale: of the scores; the scales below come on top.
         q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
             value = stored * scale. Needed, and read, where q or the cache is fp8.
@@ -168,5 +172,7 @@ def persistent_mla_decode(
         q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse, epilogue
     )
     validate(given)
+    if plan.device.type == "cpu":
+        covers(given)
     module.persistent_mla_decode(given)
     return out if epilogue is None else epilogue.out, lse

@@ -60,8 +60,8 @@ def persistent_mla_decode(given: Inputs) -> None:
         scores = torch.einsum("nhd,kd->nhk", queries, keys) * given.softmax_scale
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         logsumexp = scores.logsumexp(-1)
-        # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
-        p = (scores - logsumexp[..., None]).exp().nan_to_num(nan=0.0)
+        # exp(-inf - -inf) is NaN, and a row that sees no key is zero. Any other NaN stays.
+        p = (scores - logsumexp[..., None]).exp().masked_fill(~visible.any(1)[:, None, None], 0.0)
         output = p @ keys[:, :latent]
         if partial < 0:
             write(given, tile, output, logsumexp)
@@ -96,7 +96,7 @@ def merge(given: Inputs, partial_output: torch.Tensor, partial_lse: torch.Tensor
         rows = [slice(starts[i], starts[i] + count) for i in splits]
         outputs, lses = (torch.stack([x[at] for at in rows]) for x in (partial_output, partial_lse))
         total = lses.logsumexp(0)
-        shares = (lses - total).exp().nan_to_num(nan=0.0)
+        shares = (lses - total).exp().masked_fill(total == -torch.inf, 0.0)  # else a NaN
         write(given, tile, (shares[..., None] * outputs).sum(0), total)
 
 

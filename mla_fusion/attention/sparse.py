@@ -16,8 +16,8 @@ import torch
 from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan import layouts
-from mla_fusion.attention.plan.buffers import check
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
+from mla_fusion.kernels.inputs import check
 
 TILE = 64  # scopes change between tiles, and both kernels' tiles divide this
 
@@ -109,7 +109,7 @@ def sparse_mla_decode(
     """Attention of token t over the keys in the slots that row t of each scope lists.
 
     With k the cached [latent | rope] rows of all slots of token t that count and are not -1, one
-    for each time a slot is listed, and L = v_head_dim:
+    for each time a slot is listed, and L the latent width:
 
         lse = log sum_k exp(softmax_scale * q . k)
         out = sum_k exp(softmax_scale * q . k) k[:L] / (exp(lse) + exp(sink))

@@ -83,7 +83,7 @@ def default_plan(tokens: int, heads: int, latent: int) -> Plan:
 
 
 def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
-    """The plan for gfx942 or gfx950, by the static roofline (`tools/amd_roofline.py`).
+    """The plan for gfx942 or gfx950, by counts of its instructions, not by measurement.
 
     128 latents of 128 columns fill half of the LDS of gfx942, and leave a SIMD two waves; one round
     of smaller tiles has a shorter tail too. gfx950 has the LDS, and from 65 tokens enough tiles."""

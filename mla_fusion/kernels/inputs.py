@@ -50,20 +50,35 @@ def padded_batch(
     )  # fmt: skip
 
 
+def check(name: str, ok: bool, want: str, got: object) -> None:
+    """Raise ValueError unless `ok`, with the type and shape of a tensor, but none of its values."""
+    if not ok:
+        if isinstance(got, torch.Tensor):
+            got = f"{got.dtype} {tuple(got.shape)} on {got.device}"
+        raise ValueError(f"{name} must be {want}, got {got}")
+
+
 def validate(inputs: Inputs) -> None:
     """Raise ValueError with the offending argument unless shapes and types fit together."""
+    optional = {"cos_sin_cache", "q_factor"}
+    for name in ("q", "kv_c", "k_pe", "kv_cache", "slot_mapping", "positions", "q_out", *optional):
+        value = getattr(inputs, name)
+        ok = isinstance(value, torch.Tensor) or (value is None and name in optional)
+        check(name, ok, "a tensor", repr(value))
     q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
     kv_cache, angles = inputs.kv_cache, inputs.cos_sin_cache
-
-    def check(name: str, ok: bool, want: str, got: object) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {want}, got {got}")
-
-    check("q", q.dim() == 3, "[T, H, P + R]", tuple(q.shape))
-    check("w_uk_t", len(w_uk_t.shape) == 3, "[H, P, L]", tuple(w_uk_t.shape))
+    check("q", q.dim() == 3, "[T, H, P + R]", q)
+    check("kv_c", inputs.kv_c.dim() == 2, "[T, L]", inputs.kv_c)
+    check("w_uk_t", len(getattr(w_uk_t, "shape", ())) == 3, "a tensor [H, P, L]", w_uk_t)
     tokens, heads, head_dim = q.shape
     _, nope, latent = w_uk_t.shape
-    rope, act = head_dim - nope, q.dtype
+    rope, act, width = head_dim - nope, q.dtype, inputs.kv_c.shape[1]
+    ok = rope >= 0 and not nope == width != latent
+    want = f"[H, P, L], with L = {width} of kv_c last and P at most {head_dim} of q"
+    check("w_uk_t", ok, want, tuple(w_uk_t.shape))
+    for name, scale in ("k_scale", inputs.k_scale), ("q_scale", inputs.q_scale):
+        found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
+        check(name, found == (torch.float32, 1), "a tensor of one fp32 element", scale)
     rows = () if angles is None else angles.shape[:1]
     fp8_too, wide_too = (act, *FP8_DTYPES), (act, torch.float32)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {

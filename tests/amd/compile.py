@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import math
 
 import torch
 
 from tests.amd import assembly
-from tests.kernels.compiled import compile_kernel
+from tests.kernels.compiled import LDS, compile_kernel
+
+SIMDS = 4  # of a CU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,16 @@ def launch(target, kernel, arguments, options, grid):
         tuple((*grid, 1, 1)[:3]),
         {name: value for name, value in values.items() if name not in dict(parameters)},
     )
+
+
+def waves(kernel):
+    """The waves a SIMD that fit, as whole workgroups on a CU: 512 registers a lane in units of 8,
+    at most 8 waves, and the LDS of the target."""
+    allocated = math.ceil(kernel.program.directives["next_free_vgpr"] / 8) * 8
+    groups = SIMDS * min(8, 512 // allocated) // kernel.warps
+    if kernel.lds:
+        groups = min(groups, LDS[kernel.target] // kernel.lds)
+    return groups * kernel.warps / SIMDS
 
 
 def tensors(given):

@@ -144,7 +144,7 @@ def expected(given):
             part = plan.partial_output[splits + i, :count].double()
             lses = plan.partial_lse[splits + i, :count].double()
             lse[token, heads] = total = lses.logsumexp(0)
-            weight = (lses - total).exp().nan_to_num(nan=0.0)[..., None]
+            weight = (lses - total).exp().masked_fill(total == -torch.inf, 0.0)[..., None]
             exact, bound = (weight * part).sum(0), 2e-6 * (weight * part.abs()).sum(0)
             low[token, heads] = (exact - bound).to(latents.dtype)
             high[token, heads] = (exact + bound).to(latents.dtype)

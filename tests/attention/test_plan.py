@@ -22,7 +22,8 @@ def batches(draw):
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
     # CTAs, fold, granularity, overhead, cap.
     choices = (1, 1, 2, 8), (1, 16, 64), (1, 2, 16), (-1, -1, 1, 4, 16)
-    rules = Rules(draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices))
+    rules = [draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices)]
+    rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
     rows = st.sampled_from((longest, longest, 1, 0)) | st.integers(0, longest)
     tokens = st.integers(0, 70) | st.integers(0, 2000) | st.sampled_from((0, 1, 15, 16, 17, 512))
@@ -40,6 +41,7 @@ def check_ragged_batches(case):
         query_lens, seq_lens = map(list, zip(*step, strict=True))
         indptr = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
         plan.reduce_final_map[:] = GARBAGE
+        seen["tried"] = 0
         planner.fill_arrays(plan, rules, indptr, np.array(seq_lens, np.int32), longest)
         check_plan(plan, rules, query_lens, seq_lens, longest)
         seen["batches"] += 1
@@ -74,8 +76,17 @@ def test_the_largest_split_is_the_smallest_that_fits(ctas, lengths, most, is_lev
     assert blocks.max() == most and (blocks.min() == most) == is_level, blocks
 
 
-def test_every_plan_covers_its_batch_once():
+def test_every_plan_covers_its_batch_once(monkeypatch):
     seen.clear()
+    pack = planner._pack
+
+    def limited(*arguments):
+        """Of at most `STEPS` budgets and the largest one: a refresh ends."""
+        seen["tried"] += 1
+        assert seen["tried"] <= planner.STEPS + 1
+        return pack(*arguments)
+
+    monkeypatch.setattr(planner, "_pack", limited)
     check_ragged_batches()
     assert seen["batches"] >= 1200
     assert min(seen["split"], seen["smaller than before"]) > 100, seen
@@ -155,6 +166,13 @@ class TestPlan:
         plan = make(num_heads=heads, max_query_len=rows)
         assert (plan.layout.per_work, plan.layout.fold) == (per_work, fold)
 
+    def test_a_plan_shows_itself_in_a_line(self):
+        plan = make()
+        assert repr(plan).count("\n") == 0 and len(repr(plan)) < 200
+        assert "never refreshed" in repr(plan)
+        refresh(plan, [1], [5])
+        assert "refreshed for 1 sequences" in repr(plan)
+
     def test_refresh_moves_nothing(self):
         plan = make()
         before = addresses(plan)
@@ -176,6 +194,13 @@ class TestPlan:
         "changes, message",
         [
             ({"max_batch": 0}, "max_batch must be at least 1"),
+            ({"num_heads": 16.0}, "num_heads must be a whole number, got 16.0"),
+            ({"max_query_len": True}, "max_query_len must be a whole number, got True"),
+            (
+                {"q_dtype": "bfloat16"},
+                "q_dtype must be a type such as torch.bfloat16, got 'b",
+            ),
+            ({"half_below": -1}, "half_below must be 0"),
             ({"ctas": None}, "ctas must be given on cpu"),
             ({"heads_per_work": 24}, "multiple of 16"),
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
@@ -190,6 +215,7 @@ class TestPlan:
         "changes, message",
         [
             ({"qo_indptr": ints(0, 1)}, "qo_indptr must be a dense int32 tensor of 3"),
+            ({"seq_lens": [4, 5]}, r"seq_lens must be a tensor, got \[4, 5\]"),
             ({"seq_lens": torch.tensor([4, 5])}, "seq_lens must be a dense int32"),
             ({"seq_lens": ints(*[1] * 5), "qo_indptr": ints(*range(6))}, "1 to 4 sequences"),
             ({"max_query_len": 3}, "max_query_len must be 1 to 2"),

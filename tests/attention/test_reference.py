@@ -55,7 +55,9 @@ BAD = [
     ({"q": torch.zeros(2, 16, 80).to(BF16)}, "q must be of 20 heads"),
     ({"q": torch.zeros(2, 20, 80)}, "q must be torch.bfloat16"),
     ({"q": torch.zeros(2, 80, 20).to(BF16).mT}, "q must be dense in its last"),
-    ({"q": torch.zeros(2, 20, 40).to(BF16)}, "q must be 64 wide or wider"),
+    ({"q": torch.zeros(2, 20, 40).to(BF16)}, "q must be 64 wide .the latent width of the plan"),
+    ({"q": [[0.0]]}, "q must be a tensor, got"),
+    ({"block_table": torch.zeros(2, 1).int()}, "block_table must be 2 blocks wide.*30 KV tokens"),
     ({"kv_cache": torch.zeros(4, 16, 64).to(BF16)}, r"kv_cache must be \[blocks, page_size, 80\]"),
     ({"kv_cache": torch.zeros(4, 16, 80)}, "kv_cache must be torch.bfloat16"),
     ({"block_table": torch.zeros(3, 2).int()}, "max_blocks.: the plan was refreshed for 2"),
@@ -74,12 +76,25 @@ FP8 = {"q_dtype": FN, "kv_dtype": FN}
 
 @pytest.mark.parametrize(
     "change, message, types",
-    [*((*each, {}) for each in BAD), ({"q_scale": None}, "q_scale must be one fp32 element", FP8),
-     ({"kv_scale": torch.ones(2)}, "kv_scale must be one fp32 element", FP8)],
+    [*((*each, {}) for each in BAD), ({"q_scale": None}, "q_scale must be a tensor of one fp", FP8),
+     ({"kv_scale": 1.0}, "kv_scale must be a tensor of one fp32 element.*, got 1.0", FP8)],
 )  # fmt: skip
 def test_refused(change, message, types):
     with pytest.raises(ValueError, match=message):
         persistent_mla_decode(**{**arguments([1, 1], [20, 30], **types), **change})
+
+
+@pytest.mark.parametrize("ctas", [1, 8])
+def test_a_nan_stays_visible(ctas):
+    """Of one head of a query, and of one key: where plain attention has it, and nowhere else."""
+    given = arguments([1, 1, 1], [30, 25, 0], ctas=ctas)
+    given["q"][0, 3, 5] = torch.nan
+    given["kv_cache"][given["block_table"][1, 0], 2, 7] = torch.nan
+    out, lse = persistent_mla_decode(**given, return_lse=True)
+    nan = out.isnan()
+    assert nan[0, 3].all() and lse[0, 3].isnan() and not nan[0, :3].any()
+    assert nan[1].any(-1).all() and lse[1].isnan().all()
+    assert out[2].eq(0).all() and lse[2].eq(-torch.inf).all()
 
 
 class NoOperation(TorchDispatchMode):

@@ -2,7 +2,6 @@
 benchmarks/results/."""
 
 import csv
-import json
 
 import pytest
 import torch
@@ -12,12 +11,6 @@ from mla_fusion.cli.bench import command as bench
 from mla_fusion.cli.bench import kit, region, region_cases
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
-
-
-def test_splits_were_pieces():
-    for option in ("--splits", "--pieces"):
-        settings = cli._parser(["bench"]).parse_args(["bench", "epilogue", option, "1", "4"])
-        assert settings.splits == [1, 4]
 
 
 @pytest.fixture
@@ -84,35 +77,6 @@ def test_a_peer_that_rounds_twice_may_be_explained_by_it(gpu, capsys, tmp_path, 
     gpu["vllm-40392"], gpu["own vllm-40392"] = (0.996, 44), (own, 0 if own == 1.0 else 1)
     assert cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")]) == 0
     assert f"vllm-40392 2.00{mark} |" in capsys.readouterr().out
-
-
-def test_a_report_has_what_was_measured_and_what_failed(gpu, monkeypatch, capsys, tmp_path):
-    """One file, with the rows of the region, the error of the decode, and the environment."""
-    path = tmp_path / "new" / "report.json"
-
-    def decode(settings, facts, _):
-        assert (settings.batches, settings.contexts, settings.fp8) == ((4, 64), (8192,), False)
-        # What was found before is in the file.
-        assert json.loads(path.read_text())["region"]["right"] is True
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(bench.decode, "run", decode)
-    monkeypatch.setattr(bench.doctor, "examine", lambda: {"platform": "rocm"})
-    assert cli.main(["bench", "--report", str(path), "--commit", "abc"]) == 1
-    report = json.loads(path.read_text())
-    assert report["doctor"] == {"platform": "rocm"}
-    rows = report["region"]["rows"]
-    assert {(row["tokens"], row["heads"]) for row in rows} == {
-        (t, h) for t in ("1", "16", "64", "256") for h in ("16", "128")
-    }
-    assert {row["commit"] for row in rows} == {"abc"}
-    assert "RuntimeError: no such instruction" in report["decode"]["error"]
-    assert str(path) in capsys.readouterr().out
-
-
-def test_a_report_has_shapes_of_its_own(gpu, capsys, tmp_path):
-    assert cli.main([*ARGV, "--report", str(tmp_path / "report.json")]) == 2
-    assert "leave out --tokens, --heads, --layers, --rounds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arch", "kind"), [("gfx942", "fnuz"), ("gfx950", "fn"), ("", "fn")])

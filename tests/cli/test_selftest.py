@@ -68,9 +68,7 @@ def test_each_kernel_has_its_verdict(on_a_gpu, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("devices", [(), ("*",)])
-@pytest.mark.parametrize(
-    "words", ["selftest", "bench --layers 3", "bench decode", "bench --report x"]
-)
+@pytest.mark.parametrize("words", ["selftest", "bench --layers 3", "bench decode"])
 def test_without_a_gpu(capsys, monkeypatch, tmp_path, words, devices):
     """Of a device that is no GPU's, torch says so. Nothing is written."""
     monkeypatch.chdir(tmp_path)

@@ -61,6 +61,10 @@ def test_only_addressed_slots_change():
     ("name", "value"),
     [
         ("w_uk_t", torch.zeros(3, 32, 64)),
+        ("w_uk_t", torch.zeros(3, 64, 32, dtype=torch.bfloat16)),  # its last dimensions swapped
+        ("q", [1.0]),
+        ("k_scale", 1.0),
+        ("q_scale", torch.ones(2)),
         ("kv_c", torch.zeros(5, 63, dtype=torch.bfloat16)),
         ("slot_mapping", torch.zeros(5, dtype=torch.int32)),
         ("kv_cache", torch.zeros(2, 4, 80, dtype=torch.uint8)),

@@ -241,10 +241,10 @@ class Outcome:
     caches: list[torch.Tensor]
 
 
-def execute(module, values):
-    """What a graph returns for these values of its inputs, of as many tokens as there are
-    positions."""
-    flat = []
+def execute(module, values, compiled=None):
+    """What a graph, or what was `compiled` of it, returns for these values of its inputs, of as
+    many tokens as there are positions."""
+    flat: list[object] = []
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name.startswith("tokens"):
             flat.append(len(values["positions"]))
@@ -253,11 +253,12 @@ def execute(module, values):
         else:
             flat.append(values[node.name].clone())
     with torch.no_grad():
-        return _Interpreter(module).run(*flat)
+        return compiled(flat) if compiled else _Interpreter(module).run(*flat)
 
 
-def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
-    """Execute a graph of `graphs.build(spec)`, before or after passes, on fresh caches.
+def run(module, spec, batch=DECODE, quantized_query=False, seed=0, compiled=None):
+    """Execute a graph of `graphs.build(spec)`, before or after passes, on fresh caches; or what
+    `inductor.through` compiled of it.
 
     Use the `plain_kernels` fixture around it.
     """
@@ -268,7 +269,7 @@ def run(module, spec, batch=DECODE, quantized_query=False, seed=0):
         # vLLM leaves garbage there, which must never be an index.
         values["positions"][: len(slots)][slots < 0] = 0
     with override_forward_context(engine.context(batch)):
-        outputs = execute(module, values)
+        outputs = execute(module, values, compiled)
     tensors = [o.clone() for o in outputs if isinstance(o, torch.Tensor)]
     impls = [layer.impl for layer in engine.layers.values()]
     queries, prompts = [impl.queries for impl in impls], [impl.prompts for impl in impls]

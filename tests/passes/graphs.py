@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401  registers its op
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
@@ -49,6 +50,24 @@ SCALINGS = {
 }
 
 
+# Ways to split a projection x [T, 2 * H * n] into (query, gate), each [T, H, n] or alike. Both are
+# views of a value that no op of the graph stores.
+SPLITS = {
+    "unbind": lambda x, bias: (x + bias).view(-1, 2, HEADS, NOPE + ROPE).unbind(1),
+    "chunk": lambda x, bias: F.silu(x).view(-1, 2 * HEADS, NOPE + ROPE).chunk(2, 1),
+    "interleaved": lambda x, bias: (x * bias).view(-1, HEADS, NOPE + ROPE, 2).unbind(-1),
+    "transposed": lambda x, bias: (
+        (x.t() + bias[:, None]).t().view(-1, 2, HEADS, NOPE + ROPE).unbind(1)
+    ),
+    "permuted": lambda x, bias: (
+        F.silu(x).view(-1, NOPE + ROPE, 2, HEADS).permute(2, 0, 3, 1).unbind(0)
+    ),
+    "expanded": lambda x, bias: (
+        (x + bias).view(-1, 2 * HEADS, 1, NOPE + ROPE).expand(-1, -1, HEADS, -1).unbind(1)[:2]
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Spec:
     """Which graph to build.
@@ -61,6 +80,8 @@ class Spec:
         dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
         scaled: empty, or one of `SCALINGS`: how the query is scaled after its rotation.
         quantized: empty, or how `linears.project` quantizes the input of the last product.
+        split: empty, or one of `SPLITS`: how the query leaves a wider projection; what kv_c and
+            k_pe are views of is not stored either. gated: the gate is read behind the attention.
     """
 
     rope: str = "native"
@@ -74,6 +95,8 @@ class Spec:
     kv_cache_dtype: str = "auto"
     scaled: str = ""
     quantized: str = ""
+    split: str = ""
+    gated: bool = False
 
     @property
     def value(self):
@@ -99,12 +122,15 @@ def shapes(spec):
         out["o_scale"] = (1,)
     for i in range(spec.layers):
         out |= {f"w_o_{i}": (HEADS * spec.value, HIDDEN), f"gain_{i}": (LATENT,)}
+        columns = HEADS * (NOPE + ROPE) * (2 if spec.split else 1)
         if spec.q_lora:
             out[f"w_a_{i}"] = (HIDDEN, Q_LORA + LATENT + ROPE)
-            out[f"w_q_{i}"] = (Q_LORA, HEADS * (NOPE + ROPE))
+            out[f"w_q_{i}"] = (Q_LORA, columns)
         else:
             out[f"w_kv_{i}"] = (HIDDEN, LATENT + ROPE)
-            out[f"w_q_{i}"] = (HIDDEN, HEADS * (NOPE + ROPE))
+            out[f"w_q_{i}"] = (HIDDEN, columns)
+        if spec.split:
+            out[f"bias_{i}"] = (columns,)
     return out
 
 
@@ -193,10 +219,16 @@ def _layer(spec, i, t, hidden):
         q_in = _rms_norm(q_in, 1.5)
     else:
         kv = torch.mm(hidden, t[f"w_kv_{i}"])
+    if spec.split:
+        kv = F.silu(kv)
     kv_c, k_pe = kv.split([LATENT, ROPE], dim=-1)
     kv_c = _rms_norm(kv_c, t[f"gain_{i}"])
     k_pe = k_pe.unsqueeze(1)
-    q = torch.mm(q_in, t[f"w_q_{i}"]).view(-1, HEADS, NOPE + ROPE)
+    q = torch.mm(q_in, t[f"w_q_{i}"])
+    gate = q
+    if spec.split:
+        q, gate = SPLITS[spec.split](q, t[f"bias_{i}"])
+    q = q.view(-1, HEADS, NOPE + ROPE)
     name = _encode_layer_name(layer_names(spec)[i])
     dtype, scale = spec.kv_cache_dtype, t["k_scale"]
     if spec.rope == "cat_fused":
@@ -215,6 +247,8 @@ def _layer(spec, i, t, hidden):
     torch.ops.vllm.unified_mla_attention_with_output(
         q, kv_c, k_pe, out, name, kv_cache_dummy_dep=written
     )
+    if spec.gated:
+        out = out * gate.flatten(1)[:, : out.shape[1]].sigmoid()
     return hidden + linears.project(spec.quantized, out, t.get("o_scale"), t[f"w_o_{i}"])
 
 

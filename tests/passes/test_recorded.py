@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mla_fusion import ops
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from tests.passes import linears, recorded
 from tests.passes.fake_engine import Engine, fuse
-from tests.passes.graphs import Spec, find, layer_names
+from tests.passes.graphs import Spec, find, find_all, layer_names
 
 FILES = sorted(recorded.FOLDER.glob("*.json.gz"))
 
@@ -26,3 +27,6 @@ def test_recorded_graph_fuses(path):
     module.graph.lint()
     fused = find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
     assert fused.kwargs["rope"]
+    copies = len(find_all(module, torch.ops.aten.clone.default))
+    MLAFixFunctionalizationPass(None)(module.graph)
+    assert len(find_all(module, torch.ops.aten.clone.default)) == copies, "it makes a copy"

@@ -13,6 +13,7 @@ import torch
 
 from mla_fusion.attention.plan.device import sm_count
 from mla_fusion.attention.plan.heads import HeadLayout
+from mla_fusion.kernels.inputs import check
 
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
@@ -23,14 +24,6 @@ AITER_BUFFERS = (
     "reduce_partial_map",
 )  # fmt: skip
 PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh writes
-
-
-def check(name: str, ok: bool, want: str, got: object) -> None:
-    """Raise ValueError unless `ok`, with what a tensor is, but none of its values."""
-    if not ok:
-        if isinstance(got, torch.Tensor):
-            got = f"{got.dtype} {tuple(got.shape)} on {got.device}"
-        raise ValueError(f"{name} must be {want}, got {got}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Rules:
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
-        ctas = self.ctas // 2 if batch < self.half_below else self.ctas
+        ctas = max(1, self.ctas // 2) if batch < self.half_below else self.ctas
         cap = self.max_split_per_batch * batch * self.fold
         return ctas if self.max_split_per_batch < 0 else min(ctas, cap)
 
@@ -81,8 +74,10 @@ class Settings:
         kv_granularity: tokens of a block: sequences are cut at multiples of it. AITER's planner
             takes a power of two.
         overhead: fixed cost of a work item, in blocks; by default 16.
-        half_below: with fewer sequences than this, half of the CTAs, an even number, get work.
-        v_head_dim: width of the output, kv_lora_rank.
+        half_below: with fewer sequences than this, half of the CTAs get work, at least one.
+        v_head_dim: L, the latent width: columns of the output of the decode, in front of its
+            product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
+            model's v_head_dim.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
     """
 
@@ -104,11 +99,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
-        cap, others = self.max_split_per_batch, ("half_below", "max_split_per_batch")
-        for name, value in vars(self).items():
-            ok = name in others or not isinstance(value, int) or value >= 1
-            check(name, ok, "at least 1", value)
+        cap = self.max_split_per_batch
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "torch.dtype":
+                is_type = isinstance(value, torch.dtype)
+                check(field.name, is_type, "a type such as torch.bfloat16", repr(value))
+            elif field.type.startswith("int") and not (value is None and "None" in field.type):
+                whole = type(value) is int  # True is an int too
+                check(field.name, whole, "a whole number", repr(value))
+                ok = field.name in ("half_below", "max_split_per_batch") or value >= 1
+                check(field.name, ok, "at least 1", value)
         check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)
+        check("half_below", self.half_below >= 0, "0 (never) or more", self.half_below)
         known = self.planner in ("portable", "aiter")
         check("planner", known, '"portable" or "aiter"', self.planner)
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
@@ -176,7 +179,7 @@ class Companions:
             )
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False, kw_only=True, repr=False)
 class PlanBuffers:
     """The buffers of a persistent decode and the step they were refreshed for.
 
@@ -227,6 +230,15 @@ class PlanBuffers:
     fresh: bool = True
     refreshes: int = 0
     aiter: Companions | None = None
+
+    def __repr__(self) -> str:
+        of, step = self.settings, self.step
+        now = f"refreshed for {step.batch} sequences" if step else "never refreshed"
+        return (
+            f"{type(self).__name__}({of.planner}, {of.max_batch} sequences x {of.max_query_len} "
+            f"rows, {of.num_heads} heads, {of.q_dtype} over {of.kv_dtype}, {self.rules.ctas} CTAs "
+            f"on {of.device}, {now})"
+        )
 
     @property
     def device(self) -> torch.device:

@@ -9,8 +9,8 @@ import dataclasses
 
 import torch
 
-from mla_fusion.attention.plan.buffers import check
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.inputs import check
 
 GROUP = 128  # columns that share a scale
 EPSILON = 1e-10  # vLLM's: a group's amax is at least this, and a scale that is rounded

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from mla_fusion.attention.plan.buffers import PlanBuffers, check
+from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.inputs import check
 
 Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, positional, keywords
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,6 +153,9 @@ class Inputs:
 def validate(given: Inputs) -> None:
     """Raise ValueError unless the arguments fit; lengths and block numbers are trusted, unread."""
     q, kv_cache, table, out = given.q, given.kv_cache, given.block_table, given.out
+    tensors: dict[str, Any] = {"q": q, "kv_cache": kv_cache, "block_table": table, "out": out}
+    for name, tensor in tensors.items():
+        check(name, isinstance(tensor, torch.Tensor), "a tensor", repr(tensor))
     plan, settings, step = given.plan, given.plan.settings, given.plan.step
     if step is None:
         raise ValueError("the plan was never refreshed: call plan.refresh(...) once a step")
@@ -162,7 +166,7 @@ def validate(given: Inputs) -> None:
     of = f"the plan was refreshed for {rows} query rows in {batch} sequences; refresh it every step"
     check("q", tokens == rows, f"of {rows} rows: {of}", tokens)
     check("q", q.shape[1] == heads, f"of {heads} heads, as the plan", q.shape[1])
-    check("q", width >= latent, f"{latent} wide or wider, as the plan", width)
+    check("q", width >= latent, f"{latent} wide (the latent width of the plan) or wider", width)
     check("q", q.dtype == settings.q_dtype, f"{settings.q_dtype}, as the plan", q.dtype)
     stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
     if given.layout is not None:
@@ -176,7 +180,6 @@ def validate(given: Inputs) -> None:
     check("out", out.shape == (tokens, heads, latent), f"[{tokens}, {heads}, {latent}]", out)
     check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
     check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
-    tensors = {"q": q, "kv_cache": kv_cache, "block_table": table, "out": out}
     for name, tensor in tensors.items():
         check(name, tensor.stride(-1) == 1, "dense in its last dimension", tensor.stride())
     if given.epilogue is not None:
@@ -188,8 +191,19 @@ def validate(given: Inputs) -> None:
         found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
         if scaled.dtype in FP8_DTYPES:
             want = f"one fp32 element: {scaled.dtype} values have a scale"
-            check(name, found == (torch.float32, 1), want, scale)
+            check(name, found == (torch.float32, 1), f"a tensor of {want}", scale)
         if isinstance(scale, torch.Tensor):
             tensors[name] = scale
     for name, tensor in tensors.items():
         check(name, tensor.device == plan.device, f"on {plan.device}, as the plan", tensor.device)
+
+
+def covers(given: Inputs) -> None:
+    """Raise ValueError if the block table of a dense decode has too few columns for the lengths of
+    the plan. It reads them, so it is for a plan on a CPU."""
+    plan, page = given.plan, given.kv_cache.shape[1]
+    has_rows = plan.qo_indptr.diff() > 0
+    longest = int((plan.kv_indptr.diff() * has_rows).max())
+    blocks, columns = -(-longest // page), given.block_table.shape[1]
+    want = f"{blocks} blocks wide or wider, for {longest} KV tokens in pages of {page}"
+    check("block_table", columns >= blocks, want, f"{columns}")

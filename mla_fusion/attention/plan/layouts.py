@@ -21,8 +21,9 @@ import dataclasses
 
 import torch
 
-from mla_fusion.attention.plan.buffers import Settings, check
+from mla_fusion.attention.plan.buffers import Settings
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
+from mla_fusion.kernels.inputs import check
 
 WIDE = 64  # bf16 values of an entry
 EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page

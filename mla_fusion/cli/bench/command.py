@@ -1,36 +1,25 @@
 """Times the fused region, many layers in one CUDA graph with distinct weights, against vLLM
 unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and FlashInfer; or the
-portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3;
-or the epilogue of that decode against reduction, torch.bmm and quantization. Each is checked in the
-same run, and its rows go into a CSV file. Needs a GPU; what is not installed is left out."""
+portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3.
+Each is checked in the same run, and its rows go into a CSV file. Needs a GPU; a candidate that is
+not installed is left out."""
 
 import argparse
-import csv
-import json
-import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
 from mla_fusion.cli import UserError, positive, require_gpu
-from mla_fusion.cli.bench import decode, epilogue, region, region_cases
+from mla_fusion.cli.bench import decode, region, region_cases
 from mla_fusion.cli.bench.kit import environment, measure_ceilings
-from mla_fusion.cli.doctor import command as doctor
 
-MODULES = {"region": region, "decode": decode, "epilogue": epilogue}
+MODULES = {"region": region, "decode": decode}
 DEFAULTS: dict[str, dict[str, Any]] = {name: each.DEFAULTS for name, each in MODULES.items()}
-# A chain of loads, a full GPU, and the two between; sequences that split and those that do not.
-SHAPES: dict[str, dict[str, Any]] = {
-    "region": {"tokens": (1, 16, 64, 256), "heads": (16, 128), "rounds": 7},
-    "decode": {"batches": (4, 64), "contexts": (8192,), "heads": (16, 128)},
-}
 NUMBERS = {
     "tokens": ("T", ""),
     "batches": ("B", "sequences; 16 to 64 of them also with ragged lengths"),
     "contexts": ("N", "KV tokens of a sequence, at most 2^24 of all"),
     "heads": ("H", ""),
     "queries": ("Q", "query rows of a sequence: one, and its drafts"),
-    "splits": ("S", "splits of a sequence"),
     **{name: (name[0].upper(), field) for name, field in region_cases.FIELDS.items()},
     "page": ("N", "tokens of a page of the cache"),
     "values": ("V", "v_head_dim: time the product with W_UV too; 0: the decode alone"),
@@ -38,7 +27,6 @@ NUMBERS = {
     "layers": ("N", "layers in one CUDA graph"),
     "rounds": ("N", "samples of each candidate, taken in turns"),
 }
-ALIASES = {"splits": ("--pieces",)}
 FLAGS = {
     "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
     "fp8": "fp8 cache and query, not bf16",
@@ -63,15 +51,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
             for what, default in of.items()
         )
         text, nargs = f"{text} (default: {said})".strip(), "+" if several else None
-        names = _option(name), *ALIASES.get(name, ())
-        add(*names, type=positive, nargs=nargs, metavar=metavar, help=text)
+        add(_option(name), type=positive, nargs=nargs, metavar=metavar, help=text)
     for name, text in FLAGS.items():
         having = ", ".join(what for what, defaults in DEFAULTS.items() if name in defaults)
         add(f"--{name}", action="store_true", default=None, help=f"{having}: {text}")
-    text = "region, decode: candidates (default: all)"
-    add("--peers", nargs="+", metavar="NAME", help=text)
-    text = "a few shapes of both and what doctor finds, as JSON in FILE, to be sent"
-    add("--report", type=Path, metavar="FILE", help=text)
+    add("--peers", nargs="+", metavar="NAME", help="candidates (default: all)")
     add("--commit", default="", help="commit, where git does not know it")
 
 
@@ -88,38 +72,8 @@ def settle(settings: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if the provider's results passed every check, else 1."""
-    if arguments.report is not None:
-        typed = [_option(n) for n in (*OPTIONS, "csv") if getattr(arguments, n) is not None]
-        if typed:
-            raise UserError(f"--report measures shapes of its own: leave out {', '.join(typed)}")
-        require_gpu()
-        return 0 if write_report(arguments.report, arguments.commit) else 1
     settle(arguments)
     return 0 if measure(arguments) else 1
-
-
-def write_report(path: Path, commit: str) -> bool:
-    """What a GPU that was never measured says, in one file to send: `SHAPES`, all else as in
-    `DEFAULTS`, and what doctor finds. Whether all is right. Minutes, not the hour of whole grids.
-    Written after each part, as AITER may end the process, with the error of one that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"doctor": doctor.examine()}
-    for what, shapes in SHAPES.items():
-        path.write_text(json.dumps(report, indent=1))
-        part: dict[str, Any] = {"right": False}
-        with tempfile.TemporaryDirectory() as folder:
-            rows = Path(folder, "rows.csv")
-            settings = {**DEFAULTS[what], **shapes, "commit": commit, "csv": rows}
-            try:
-                part["right"] = measure(argparse.Namespace(what=what, **settings))
-            except Exception:  # noqa: BLE001 (whatever it is, it goes into the file)
-                part["error"] = traceback.format_exc()
-            if rows.exists():
-                part["rows"] = [*csv.DictReader(rows.read_text().splitlines())]
-        report[what] = part
-    path.write_text(json.dumps(report, indent=1))
-    print(f"Send this file: {path}")
-    return all(report[what]["right"] for what in SHAPES)
 
 
 def measure(settings: argparse.Namespace) -> bool:

@@ -162,8 +162,8 @@ def exact_attention(
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.double())
-    # exp(-inf - -inf) is NaN where a row sees nothing: such rows are zero.
-    weights = (scores - total[..., None]).exp().nan_to_num(nan=0.0)
+    # exp(-inf - -inf) is NaN, and a row that sees no key is zero. Any other NaN stays.
+    weights = (scores - total[..., None]).exp().masked_fill(~seen.any(1)[:, None, None], 0.0)
     return weights @ keys[:, :latent], lse
 
 

@@ -1,17 +1,16 @@
-"""`mla-fusion bench epilogue` without its GPU: rows and what is said of them."""
+"""`benchmarks/epilogue.py` without its GPU: the rows, and the lines about them."""
 
-import argparse
 import csv
 import dataclasses
 from types import SimpleNamespace
 
+import epilogue as bench_epilogue
 import pytest
 import torch
+from epilogue import WRONG, Case
 
 from mla_fusion.attention.plan.epilogue import Epilogue
-from mla_fusion.cli.bench import epilogue as bench_epilogue
 from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.epilogue import WRONG, Case
 
 FACTS = dict.fromkeys(kit.FACTS, "x")
 
@@ -32,16 +31,16 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
         return rows
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
-    settings = argparse.Namespace(
-        tokens=(1,), heads=(16,), splits=(1, 8), rounds=5, csv=tmp_path / "rows.csv"
-    )
-    assert bench_epilogue.run(settings, FACTS, None) == right
+    monkeypatch.setattr(kit, "environment", lambda commit, program: FACTS)
+    path = tmp_path / "rows.csv"
+    sizes = ["--tokens", "1", "--heads", "16", "--splits", "1", "8", "--rounds", "5", "--csv"]
+    assert bench_epilogue.main([*sizes, str(path)]) == (not right)
     printed = capsys.readouterr().out
     mark = "" if right else "!"
     assert f"T=1 H=16 S=8 none back: ours 2.00 (2.00-2.00){mark} | vllm 1.00" in printed
     assert "(1, 16, 8, 128, 'none', 'back'): ours 2.00, vllm 1.00" in printed
     assert "geometric mean 0.87, least 0.50" in printed
-    with settings.csv.open(newline="") as file:
+    with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 24 and set(rows[0]) == {*kit.FACTS, *bench_epilogue.RESULT}
 

@@ -1,17 +1,24 @@
-"""`mla-fusion bench epilogue`: what follows a decode, as this library and as vLLM computes it.
+#!/usr/bin/env python3
+"""The work behind a decode, by this library and by vLLM, on this GPU: a table, and a CSV file.
 
-Ours are the reduction and, on Hopper where that was not slower, one kernel for product and
-quantization. vLLM's, behind the same reduction, are torch.bmm and, where the result is fp8, its
-quantization, or this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not
-hold what an engine would have to fetch. "back": calls follow each other. "behind": each follows a
-decode, less the same graph of the decode alone."""
+    python benchmarks/epilogue.py --tokens 1 4 --heads 16
+
+This library runs the reduction and, on Hopper where that was not slower, one kernel for product and
+quantization. vLLM runs the same reduction, torch.bmm and, if the result is fp8, its quantization,
+or this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not hold what an
+engine would have to fetch. Rows named "back" time calls behind each other; rows named "behind" time
+each call behind a decode, and subtract the time of the decode alone."""
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -19,7 +26,7 @@ from mla_fusion.attention import PersistentDecodePlan, reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.cli import version_of
+from mla_fusion.cli import positive, version_of
 from mla_fusion.cli.bench import kit
 from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave
 
@@ -33,9 +40,7 @@ QUANTIZATIONS = "none", "tensor", "group"
 MOST_PIECES = 256  # of a step: about what two CTAs on each SM make
 OURS, VLLM = "ours", "vllm"
 WRONG = 1 << 20  # steps of a result that is wrong as a whole
-DEFAULTS = {
-    "tokens": (1, 2, 4, 8, 32, 128), "heads": (8, 16, 32, 128), "splits": (1, 16, 128), "rounds": 9
-}  # fmt: skip
+SIZES = {"tokens": (1, 2, 4, 8, 32, 128), "heads": (8, 16, 32, 128), "splits": (1, 16, 128)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +54,15 @@ class Case:
     quantization: str
 
 
-def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings) -> bool:
-    """Measure it; whether every result passed its check."""
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cases; 0 if every result passed its check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, nargs="+", default=default)
+    parser.add_argument("--rounds", type=positive, default=9, help="samples of each, in turns")
+    parser.add_argument("--csv", type=Path, default=Path("build/bench/epilogue.csv"))
+    parser.add_argument("--commit", default="", help="commit, where git does not know it")
+    settings = parser.parse_args(arguments)
     torch.manual_seed(0)
     sizes = settings.tokens, settings.heads, settings.splits
     # No more splits than a step has.
@@ -58,11 +70,11 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: kit.Ceilings)
         Case(tokens, heads, min(splits, MOST_PIECES // tokens), GROUP, quantization)
         for tokens, heads, splits, quantization in itertools.product(*sizes, QUANTIZATIONS)
     )
-
     rows = functools.partial(measure, rounds=settings.rounds)
+    facts = kit.environment(settings.commit, "benchmarks/epilogue.py")
     wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
     print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
-    return not wrong
+    return int(bool(wrong))
 
 
 def make(case: Case) -> list[Inputs]:
@@ -204,3 +216,7 @@ def summary(rows: list[Row]) -> list[Row]:
     wrong = [row for row in rows if row["worst_step"] > 1]
     print(f"wrong rows: {wrong}")
     return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
