@@ -120,7 +120,7 @@ def option(
 
 
 def mend_vllm(error: str) -> str:
-    """What to do about an error of vLLM's import; empty if it is none that is known here."""
+    """Advice on an error of vLLM's import; empty for an unknown error."""
     if "torchvision::nms" not in error:
         return ""
     packages = "torchvision torchaudio torchcodec"

@@ -54,12 +54,12 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Of a query and of a cache entry."""
+        """Width of a query and of a cache entry, L + R."""
         return self.latent + self.rope
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the scores."""
         return float(self.width**-0.5)
 
     def lengths(self) -> list[int]:

@@ -76,7 +76,7 @@ def make_w_uv(heads: int, latent: int, values: int, device: str = "cuda") -> tor
 
 
 def make_epilogue(w_uv: torch.Tensor, rows: int, quantization: str) -> Epilogue:
-    """What follows a decode of so many query rows."""
+    """An epilogue behind a decode of `rows` query rows."""
     columns = w_uv.shape[0] * w_uv.shape[2]
     dtype = w_uv.dtype if quantization == "none" else torch.float8_e4m3fn
     out = w_uv.new_empty((rows, columns), dtype=dtype)

@@ -1,4 +1,4 @@
-"""What a check of a kernel yields, one outcome a case; and the cases of a decode."""
+"""The outcome of each case of a kernel's check, and the cases of a decode."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
-    """How many bytes differ; NaN equals a NaN of the same bits."""
+    """Number of bytes that differ; a NaN equals a NaN of the same bits."""
     return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
 
 
@@ -59,7 +59,7 @@ class Bench(Protocol):
         """Results and LSE of some rows beside what they should be: got, want, got, want."""
 
     def notes(self) -> list[str]:
-        """What else is wrong."""
+        """Further faults of a result, a sentence each."""
         return []
 
     def judged(self, name: str) -> Outcome:

@@ -20,7 +20,7 @@ say_once = functools.cache(functools.partial(print, flush=True))
 
 @dataclasses.dataclass
 class Ceilings:
-    """What this GPU was measured to do: GB/s of a copy (read plus write) and bf16 TFLOP/s."""
+    """Measured rates of this GPU: GB/s of a copy (read plus write) and bf16 TFLOP/s."""
 
     gbps: float
     tflops: float

@@ -1,4 +1,4 @@
-"""Where the portable decode was measured against vLLM's own: for `attention=auto`.
+"""Measurements of the portable decode against vLLM's own, by which `attention=auto` decides.
 
 `gpus/` has a JSON file for each GPU, which `benchmarks/figures.py` writes from the rows of
 `mla-fusion bench decode --values`: a decode and the product with W_UV behind it. A file is
@@ -31,9 +31,9 @@ from mla_fusion.gpu import triton_version
 FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
 PAGE = 64  # tokens of a page of the cache, or a multiple of it
-# Of the time in a context of the rows. Which contexts a step has is not known when it is captured:
-# it may lose so much in one where it gains in the mean of all.
-MOST_LOST = 0.07
+# Largest slowdown accepted in any measured context, as a fraction, where the mean of all contexts
+# gains: the contexts of a step are not known when it is captured.
+MAX_LOSS = 0.07
 # More query rows (heads x rows of a sequence) have a kernel of their own, which has run with Triton
 # up to this one.
 FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
@@ -58,17 +58,17 @@ class Row(NamedTuple):
 
 
 def file_name(gpu: str) -> str:
-    """Of the file of a GPU."""
+    """Name of the file of a GPU."""
     return "".join(c if c.isalnum() or c in "-." else "_" for c in gpu) + ".json"
 
 
 def has_measurements(gpu: str) -> bool:
-    """Whether anything was measured on a GPU of this name."""
+    """True if anything was measured on a GPU of this name."""
     return bool(gpu and (_shipped(gpu) or _own(gpu)))
 
 
 def own_file(gpu: str) -> Path:
-    """Where `mla-fusion calibrate` writes what it measures on a GPU."""
+    """The file in which `mla-fusion calibrate` writes its measurements of a GPU."""
     return vllm_compat.tables_folder() / file_name(gpu)
 
 
@@ -85,15 +85,16 @@ def source(gpu: str, shape: Shape) -> str:
 
 @functools.cache
 def spans(gpu: str, max_model_len: int) -> dict[Shape, tuple[Span, ...]]:
-    """With how many sequences of a step ours is not slower, for each measured shape; () for none.
-    Contexts of the engine have up to `max_model_len` tokens."""
+    """Spans of the number of sequences in which the portable decode is not slower, for each
+    measured shape; () if there is none. Contexts of the engine have up to `max_model_len`
+    tokens."""
     measured = _shipped(gpu) | _own(gpu) if gpu else {}
     return {shape: of_rows(rows, max_model_len) for shape, rows in measured.items()}
 
 
 def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
     """The runs of measured numbers of sequences with which ours is not slower in the mean of the
-    contexts, nor by more than MOST_LOST in one. Contexts up to twice `max_model_len` count, or the
+    contexts, nor by more than MAX_LOSS in one. Contexts up to twice `max_model_len` count, or the
     shortest: rows are a factor of 8 apart."""
     longest = max(2 * max_model_len, min(row.context for row in rows))
     ratios: dict[int, list[float]] = {}
@@ -102,7 +103,7 @@ def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
             ratios.setdefault(row.sequences, []).append(row.theirs / row.ours)
     runs: list[list[int]] = [[]]
     for sequences, here in sorted(ratios.items()):
-        if math.prod(here) < 1 or min(here) < 1 - MOST_LOST:
+        if math.prod(here) < 1 or min(here) < 1 - MAX_LOSS:
             runs.append([])
         else:
             runs[-1].append(sequences)
@@ -115,7 +116,8 @@ def words(runs: Iterable[Span]) -> str:
 
 
 def kernels() -> str:
-    """What tells the installed kernels from others: this library's source, and Triton."""
+    """Identity of the installed kernels: the hash of this library's source, and Triton's
+    version."""
     return "{}, Triton {}.{}".format(source_hash(), *triton_version())
 
 
@@ -175,6 +177,6 @@ def heads_and_rows(of: Kernel) -> str:
 
 
 def is_listed(gpu: str, max_model_len: int, of: Kernel) -> bool:
-    """Whether ours is to be used against some backend, with the kernel for such a query."""
+    """True if ours is to be used against some backend, with the kernel for such a query."""
     found = spans(gpu, max_model_len).items()
     return any(runs and shape[:3] == of for shape, runs in found) and not why_not_run(gpu, of)

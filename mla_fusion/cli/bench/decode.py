@@ -116,7 +116,7 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
 
 
 def is_right(row: Row) -> bool:
-    """Whether a row passed its check; NaN did not."""
+    """True if a row passed its check; NaN did not."""
     return bool(row["error"] <= peers.TOLERANCE)
 
 

@@ -45,7 +45,7 @@ def workspace(region: Region) -> torch.Tensor:
 
 
 def chosen_plan(region: Region) -> Plan:
-    """What the dispatch table says for this case."""
+    """The launch plan of the dispatch table for this case."""
     case, table = region.case, dispatch.device_table(gpu.of(region.calls[0].q.device))
     return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
 
@@ -63,7 +63,7 @@ def plain(given: Inputs) -> None:
 
 
 def plain_and_ours(given: Inputs) -> None:
-    """What is left of a programmatic launch in an engine."""
+    """A small kernel, then ours: the gain that a programmatic launch keeps in an engine."""
     plain(given)
     provider.fused_mla_decode_prep(given)
 
@@ -188,7 +188,7 @@ OWN_ROUNDING: dict[str, Callable[[Region], Layer]] = {
 
 
 def counts(row: Row) -> bool:
-    """Whether the time of a row counts: nearly all elements equal the specification, and none is
+    """True if the time of a row counts: nearly all elements equal the specification, and none is
     more than a step off. A peer that rounds the rotated half twice is many steps off where the sum
     cancels; it counts if every element is what its own roundings give."""
     if row["equal"] == "":

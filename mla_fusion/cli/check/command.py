@@ -207,7 +207,7 @@ def _backends(settings: Settings, cut: model_config.Cut, architecture: str) -> d
 
 
 def _ask_engine(settings: Settings, cut: model_config.Cut, run_it: bool) -> child.Outcome:
-    """That of an engine with the cut model and the flag on."""
+    """The report of an engine with the cut model and the flag on."""
     with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
         work = Path(folder)
         try:

@@ -31,7 +31,7 @@ NEEDED = 12 * 2**30  # bytes that must be free for it
 
 
 class Bench(outcome.Bench):
-    """Of a shape, decoded by the kernel of a card, or by the one that is chosen."""
+    """A shape, decoded by the kernel of a card, or by the kernel that is chosen for it."""
 
     def __init__(self, card: Card | None, shape: Shape, longest: int, device: str) -> None:
         torch.manual_seed(0)

@@ -99,7 +99,7 @@ def run(job: Job, progress: TextIO) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Row:
-    """What became of a kernel."""
+    """The verdict on a kernel."""
 
     kernel: str
     cases: int = 0
