@@ -191,9 +191,8 @@ def test_a_worker_with_custom_makes_its_model_of_layers_that_decode_here(
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    names = {"deepseek_v4": "DeepseekV4ForCausalLM", "deepseek_v41": "DeepseekV41ForCausalLM"}
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    monkeypatch.setattr(config.model_config, "_architecture", names[package])
+    monkeypatch.setattr(config.model_config, "_architecture", v4.NAMES[package])
     model, seen = importlib.import_module(f"vllm.models.{package}.nvidia.model"), []
     base = v4.module(package).DeepseekV4FlashMLAAttention
 
