@@ -43,7 +43,7 @@ from engine_jobs import devices, job, run, write
 from engine_sparse import sparse
 from engine_worker import KERNELS
 
-from mla_fusion.cli.bench.kit import environment
+from mla_fusion.measure.records import environment
 
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (

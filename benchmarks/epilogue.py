@@ -26,9 +26,11 @@ from mla_fusion.attention import PersistentDecodePlan, reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.cli import positive, version_of
-from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import TIMES, Row, capture_calls, interleave
+from mla_fusion.cli import positive
+from mla_fusion.measure import distances, records
+from mla_fusion.measure.records import Row
+from mla_fusion.measure.timing import TIMES, capture_calls, interleave
+from mla_fusion.measure.versions import version_of
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]
@@ -71,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         for tokens, heads, splits, quantization in itertools.product(*sizes, QUANTIZATIONS)
     )
     rows = functools.partial(measure, rounds=settings.rounds)
-    facts = kit.environment(settings.commit, "benchmarks/epilogue.py")
-    wrong = summary(kit.table(settings.csv, facts, RESULT, cases, rows))
+    facts = records.environment(settings.commit, "benchmarks/epilogue.py")
+    wrong = summary(records.table(settings.csv, facts, RESULT, cases, rows))
     print(f"microseconds per call; ! marks a failed check. Rows: {settings.csv}")
     return int(bool(wrong))
 
@@ -100,8 +102,8 @@ def make(case: Case) -> list[Inputs]:
     every = q, cache, plan, pages, q.shape[2] ** -0.5, scale, scale, latents, None
     weights = heads * LATENT * case.values * BF16.itemsize
     count = min(MOST_CALLS, max(8, WEIGHTS // weights))
-    w_uv = [kit.make_w_uv(heads, LATENT, case.values) for _ in range(count)]
-    epilogue = kit.make_epilogue(w_uv[0], tokens, case.quantization)
+    w_uv = [distances.make_w_uv(heads, LATENT, case.values) for _ in range(count)]
+    epilogue = distances.make_epilogue(w_uv[0], tokens, case.quantization)
     return [Inputs(*every, dataclasses.replace(epilogue, w_uv=each)) for each in w_uv]
 
 
@@ -164,7 +166,7 @@ def worst_step(given: Inputs, step: Step) -> int:
             print(f"WRONG: scales are off by a factor of {2**ratio}")
             return WRONG
     exact = epilogue.out.float()
-    return int(kit.steps(got, epilogue.out)[exact.abs() > 0.5 * exact.std()].max())
+    return int(distances.steps(got, epilogue.out)[exact.abs() > 0.5 * exact.std()].max())
 
 
 def measure(case: Case, rounds: int) -> list[Row]:
@@ -207,7 +209,7 @@ def show(rows: list[Row]) -> None:
 def summary(rows: list[Row]) -> list[Row]:
     """Print the mean of vLLM's times over ours, and where ours takes longer; the wrong rows."""
     gains = []
-    for key, us in kit.medians(rows, KEY).items():
+    for key, us in records.medians(rows, KEY).items():
         gains.append(us[VLLM] / us[OURS])
         if gains[-1] < 0.97:
             print(f"{key}: ours {us[OURS]:.2f}, vllm {us[VLLM]:.2f}")

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from mla_fusion.cli.bench.decode_peers import TOLERANCE
 from mla_fusion.cli.calibrate.tables import tables as shapes_of
 from mla_fusion.cli.calibrate.tables import text
+from mla_fusion.measure.decode_peers import TOLERANCE
 from mla_fusion.runtime.measured import FOLDER, WIDTHS
 from mla_fusion.runtime.measured import PAGE as TOKENS
 

@@ -35,7 +35,7 @@ import engine_model
 import engine_worker
 from engine_jobs import job, write
 
-from mla_fusion.cli.bench import kit
+from mla_fusion.measure import records
 
 # Requests a second and requests, from idle to saturated.
 LOADS = ((1.0, 10), (8.0, 80), (24.0, 240), (float("inf"), 384))
@@ -85,7 +85,7 @@ def main() -> None:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(server.process.pid, signal.SIGKILL)
-    write(args.out, rows, kit.environment(args.commit, "benchmarks/serve.py"))
+    write(args.out, rows, records.environment(args.commit, "benchmarks/serve.py"))
     sys.exit(any(count not in ("", "27 of 27") for count in fused.values()))
 
 

@@ -32,8 +32,9 @@ from pathlib import Path
 import torch
 from sparse_peers import CANDIDATES, LAYOUTS, TOPK, Case, Inputs, exact, make, vllm_default
 
-from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import TIMES, distance, rates
+from mla_fusion.measure import records, timing
+from mla_fusion.measure.distances import distance
+from mla_fusion.measure.timing import TIMES, rates
 
 TOLERANCE = 1e-2  # FlashMLA rounds the keys to bf16
 CHECKED = 8  # tokens
@@ -52,14 +53,14 @@ def measure(case: Case, rounds: int, copy_gbps: float) -> list[dict]:
     """Rows of one case, and a line; copy_gbps: the rate of a copy."""
     inputs, candidates = make(case), CANDIDATES[case.cache]
 
-    def build(name: str) -> tuple[kit.Call, float]:
+    def build(name: str) -> tuple[timing.Call, float]:
         call = candidates[name](inputs)
         inputs.out.fill_(torch.nan)
         call(-1)  # the last cache, and the sign for vLLM's kernels to keep their result
         return call, error(inputs)
 
     default, rows = vllm_default(case), []
-    for name, off, times in kit.compare(candidates, build, len(inputs.scopes), rounds):
+    for name, off, times in timing.compare(candidates, build, len(inputs.scopes), rounds):
         row = dataclasses.asdict(case) | {"candidate": name, "vllm_default": int(name == default)}
         row |= rates(case.bytes(), case.flops(), times) | {"error": off}
         rows.append(row | {"share": row["gbps"] / copy_gbps})
@@ -104,9 +105,9 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
-    start, facts = time.monotonic(), kit.environment(options.commit, "benchmarks/sparse.py")
+    start, facts = time.monotonic(), records.environment(options.commit, "benchmarks/sparse.py")
     torch.manual_seed(0)
-    ceilings = kit.measure_ceilings()
+    ceilings = timing.measure_ceilings()
     print(facts, ceilings, flush=True)
     listed = [(cache, n) for cache in options.cache for n in options.topk or TOPK[cache]]
 
@@ -121,7 +122,7 @@ def main() -> None:
     def rows(case: Case) -> list[dict]:
         return measure(case, options.rounds, ceilings.gbps)
 
-    summary(kit.table(options.csv, facts, CASE + RESULT, work(), rows))
+    summary(records.table(options.csv, facts, CASE + RESULT, work(), rows))
 
 
 if __name__ == "__main__":

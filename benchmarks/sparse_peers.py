@@ -15,9 +15,10 @@ import torch
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4, WIDE, CacheLayout
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench.decode_peers import BF16, FP8, PAGE, ROTATED
-from mla_fusion.cli.bench.kit import Call, exact_attention
 from mla_fusion.cli.selftest.sparse import Variant, make_bank
+from mla_fusion.measure.decode_peers import BF16, FP8, PAGE, ROTATED
+from mla_fusion.measure.distances import exact_attention
+from mla_fusion.measure.timing import Call
 
 DEVICE = "cuda"
 LATENT = 512

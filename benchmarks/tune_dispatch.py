@@ -28,10 +28,10 @@ import torch
 import triton
 
 from mla_fusion import gpu
-from mla_fusion.cli.bench import kit, region_cases
 from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
+from mla_fusion.measure import records, region_cases, timing
 from mla_fusion.runtime.measured import file_name
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512)
@@ -95,11 +95,11 @@ def measure(
 ) -> list[tuple[Plan, float, float, int]]:
     """Median microseconds, share of elements equal to the reference, and worst step, per plan."""
 
-    def build(plan: Plan) -> tuple[kit.Call, tuple[float, int]]:
+    def build(plan: Plan) -> tuple[timing.Call, tuple[float, int]]:
         layer = functools.partial(provider.fused_mla_decode_prep, plan=plan)
         return lambda i: layer(region.calls[i]), region_cases.agreement(region, layer)
 
-    found = kit.compare(plans, build, len(region.calls), rounds)
+    found = timing.compare(plans, build, len(region.calls), rounds)
     return [(plan, times["p50_us"], *check) for plan, check, times in found]
 
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="the folder of the GPUs' files")
     options = parser.parse_args()
     widths = Widths(options.nope, options.rope, options.latent)
-    facts, plans = kit.environment(program="benchmarks/tune_dispatch.py"), []
+    facts, plans = records.environment(program="benchmarks/tune_dispatch.py"), []
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
 
         def rows(region: region_cases.Region) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ def main() -> None:
             plans.append(plan)
             return measured
 
-        kit.table(options.csv, facts, COLUMNS, regions(options, widths, pool), rows)
+        records.table(options.csv, facts, COLUMNS, regions(options, widths, pool), rows)
     if options.tables:
         write_table(options.tables, facts["gpu"], gpu.of("cuda").arch, plans)
 

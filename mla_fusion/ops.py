@@ -34,7 +34,7 @@ TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 
 
 class Rope(StrEnum):
-    """How the unfused graph rotates: a batch that is not decode-only is rotated the same way.
+    """The rotation of the unfused graph, which a batch that is not decode-only runs too.
     `NATIVE` rounds the cosines and sines to the activation type; others use them as stored."""
 
     NONE = "none"
@@ -47,8 +47,9 @@ class Rope(StrEnum):
 
 
 class Quantization(StrEnum):
-    """How the unfused graph, and a batch that is not decode-only, quantizes the attention's output:
-    by an op of vLLM, one with an argument that is true, or by the aten ops of its `QuantFP8`."""
+    """The quantization of the attention's output in the unfused graph, which a batch that is not
+    decode-only runs too: an op of vLLM, that op with a true argument, or the aten ops of vLLM's
+    `QuantFP8`."""
 
     GROUP = "_C.per_token_group_fp8_quant"
     GROUP_UE8M0 = "_C.per_token_group_fp8_quant, scale_ue8m0"
@@ -57,13 +58,13 @@ class Quantization(StrEnum):
 
     @property
     def kind(self) -> str:
-        """What it computes: `Epilogue.quantization` of mla_fusion.attention."""
+        """`Epilogue.quantization` of mla_fusion.attention for this spelling."""
         return {"GROUP": "group", "GROUP_UE8M0": "group_ue8m0"}.get(self.name, "tensor")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What tells one fused op from another, so that a kernel can be compiled before it is needed.
+    """The properties of a fused op that its kernel is compiled for, before it is needed.
     Types are names in torch; those of cosines and of query factors are empty where none are."""
 
     is_neox: bool

@@ -1,1 +1,1 @@
-"""How an MLA decode graph is rewritten: one file per pass; `pipeline` lists and runs them."""
+"""The passes that rewrite an MLA decode graph, a file each; `pipeline` lists and runs them."""

@@ -88,7 +88,7 @@ def _clone(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def _overlaps(target: fx.Node) -> bool:
-    """Whether two elements of `target` may share memory, as those of an expanded value do. They do
+    """True if two elements of `target` may share memory, as those of an expanded value do. They do
     not if each dimension, in order of stride, steps beyond all elements of those before it."""
     value, reach = target.meta.get("val"), 0
     if value is None:
@@ -117,14 +117,14 @@ def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
 
 
 def _copies(node: fx.Node, source: fx.Node, op: Any) -> bool:
-    """Whether `node` is `op`, a copy or a scatter, with `source` as its second argument alone: of
+    """True if `node` is `op`, a copy or a scatter, with `source` as its second argument alone: of
     the first one it takes the type, the shape, and what it does not overwrite."""
     given = arguments(node) if node.target is op else {}
     return bool(given) and given["src"] is source and given["self"] is not source
 
 
 def _alike(copy: fx.Node, source: fx.Node) -> bool:
-    """Whether a copy neither casts nor expands its source."""
+    """True if a copy neither casts nor expands its source."""
     values = [node.meta.get("val") for node in (copy, source)]
     known = [(value.dtype, str(value.shape)) for value in values if value is not None]
     return len(known) == 2 and known[0] == known[1]
@@ -137,7 +137,7 @@ def _place(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx.Node]) -> bool:
-    """Whether a later node, or `node` by another argument, may read the old memory of `target`."""
+    """True if a later node, or `node` by another argument, may read the old memory of `target`."""
     origins = memory.origins(target)
     if any(origin.op in ("placeholder", "get_attr") for origin in origins):
         return True  # the caller's memory: somebody else may read it

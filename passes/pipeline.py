@@ -150,8 +150,8 @@ def _hidden() -> None:
 def contained(
     graph: fx.Graph, compile_range: Range, work: Callable[[fx.Graph, report.RangeReport], Any]
 ) -> None:
-    """Let `work` rewrite `graph` and say in the record what it did, which goes into the report.
-    Whatever fails, the graph is what it was before, and the report has one reason: it runs on."""
+    """Run `work`, which rewrites `graph` and fills in the record for the report. If it raises,
+    restore the graph, record the reason, `pass-error` unless it is a decline, and continue."""
     span = compile_range.start, compile_range.end
     record, snapshot = None, None
     try:
@@ -218,7 +218,7 @@ def _show(stage: str, graph: fx.Graph) -> None:
 
 
 def _variant(fused: fx.Node) -> ops.Variant:
-    """What a warm-up must know of a fused node."""
+    """The properties of a fused node that a warm-up compiles kernels for."""
     args: dict[str, Any] = dict(fused.kwargs)
     typed = (args[name] for name in ("cos_sin_cache", "prepared_q", "q_factor"))
     table, query, factor = (str(dtype_of(n) if n else "").removeprefix("torch.") for n in typed)

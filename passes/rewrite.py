@@ -20,8 +20,8 @@ FactsOf = Callable[[Any], LayerFacts]
 
 @dataclass
 class PassResult:
-    """What became of the calls that a pass looked at: `rewritten` has the node that took a call's
-    place, by the name of the call, `dead` the old nodes."""
+    """The calls that a pass looked at. `rewritten`: new node by the replaced call's name. `dead`:
+    the replaced nodes."""
 
     rewritten: dict[str, fx.Node] = field(default_factory=dict)
     declined: list[Decline] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""What an MLA decode graph looks like: the attention site, and how the graph writes RoPE."""
+"""Patterns of an MLA decode graph: the attention site, and the spellings of RoPE before it."""

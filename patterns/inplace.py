@@ -50,7 +50,7 @@ def match(found: Site) -> RopeMatch | None:
 
 
 def _rotates_whole_heads(args: dict[str, Any], found: Site) -> bool:
-    """Whether the op rotates all R columns it is given, forwards, at the positions it is given."""
+    """True if the op rotates all R columns it is given, forwards, at the positions it is given."""
     width = probe.concrete_shape(found.k_pe)[-1]
     return (
         not any(args.get(name) for name in ("rope_dim_offset", "inverse", "offsets"))
@@ -62,7 +62,7 @@ def _rotates_whole_heads(args: dict[str, Any], found: Site) -> bool:
 def _is_all_that_changes(
     found: Site, q: fx.Node, query: fx.Node, k_pe: fx.Node, rotated: tuple[fx.Node, fx.Node]
 ) -> bool:
-    """Whether `query` is the tail of q, and q and k_pe of the site have `rotated` in its place."""
+    """True if `query` is the tail of q, and q and k_pe of the site have `rotated` in its place."""
     width = probe.concrete_shape(found.k_pe)[-1]
 
     def formula(values: probe.Values, minus: probe.Minus) -> probe.Values:

@@ -96,7 +96,7 @@ def match_nope(site: Site) -> RopeMatch | None:
 
 
 def _takes_positions(leaf: fx.Node) -> bool:
-    """Whether what makes a value takes an integer tensor with one element per token."""
+    """True if what makes a value takes an integer tensor with one element per token."""
     if dtype_of(leaf) is None:
         return False
     producer = leaf.args[0] if leaf.args and isinstance(leaf.args[0], fx.Node) else leaf

@@ -1,4 +1,4 @@
-"""What a node of a graph stands for, what is reached from it, and whose memory it may show.
+"""The value of a node, the nodes that are reached from it, and the memory that it may show.
 
 Two sources speak of memory: an op's schema, whose alias annotations name the arguments that a
 result may be a view of, and fake values, whose storage is that of what they are views of. Neither
@@ -37,13 +37,13 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether a node stands for one tensor of a floating-point type."""
+    """True if a node stands for one tensor of a floating-point type."""
     dtype = dtype_of(node)
     return dtype is not None and dtype.is_floating_point
 
 
 def holds(wider: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether type `wider` has every number of type `dtype`, so that a conversion rounds none.
+    """True if type `wider` has every number of type `dtype`, so that a conversion rounds none.
     Integers are positions and places, which all fit 32 bits."""
     if wider == dtype:
         return True
@@ -58,7 +58,7 @@ def holds(wider: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def lookup(node: fx.Node) -> tuple[Any, Any]:
-    """What a node of `LOOKUPS` looks up in, and the first index of where."""
+    """The table of a node of `LOOKUPS`, and its first index."""
     table, rows = (arguments(node)[name] for name in LOOKUPS[node.target])
     return table, rows[0] if isinstance(rows, tuple | list) else rows
 
@@ -70,7 +70,7 @@ def schema_of(node: fx.Node) -> Any:
 
 
 def is_aten(node: fx.Node) -> bool:
-    """Whether a node is a call of one of torch's own ops."""
+    """True if a node is a call of one of torch's own ops."""
     return getattr(node.target, "namespace", "") in ("aten", "prims")
 
 
@@ -87,7 +87,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 def walk(
     nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> Iterator[fx.Node]:
-    """`nodes`, their neighbours, theirs and so on, each once and before its own."""
+    """Depth-first order from `nodes`; each node once, before its neighbours."""
     stack = list(dict.fromkeys(nodes))
     seen = set(stack)
     while stack:
@@ -121,13 +121,13 @@ class Memory:
         return set(walk(nodes, showing))
 
     def _twins(self, node: fx.Node) -> list[fx.Node]:
-        """What has the same storage, as far as it is still in the graph."""
+        """The nodes of the same storage that are still in the graph."""
         found = (twin for storage in _storages(node) for twin in self.of_storage[storage])
         return [twin for twin in found if not twin._erased]
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all that `node` does is to show memory of its inputs."""
+    """True if all that `node` does is to show memory of its inputs."""
     schema = schema_of(node)
     if schema is None or node.target is auto_functionalized:
         return node.target is operator.getitem

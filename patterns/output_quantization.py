@@ -1,4 +1,4 @@
-"""How a graph quantizes an attention's output in front of o_proj, in one description.
+"""The quantization of an attention's output in front of o_proj, in one description.
 
     output ─► auto_functionalized(_C.per_token_group_fp8_quant) ─► [1] fp8, [2] scales
     output ─► auto_functionalized(_C.static_scaled_fp8_quant) ─► [1] fp8
@@ -58,8 +58,8 @@ class OutputQuantization:
 
 
 def read(output: list[fx.Node]) -> OutputQuantization:
-    """How the output of an attention, which is all of `output`, is quantized. Raises Declined if it
-    is not, not visibly, in another way, or has another reader."""
+    """The quantization of an attention's output, all nodes of which are `output`. Raises Declined
+    if it is not quantized, not visibly, in another way, or has another reader."""
     for node in output:
         _shape(node)
     readers = list(dict.fromkeys(reader for node in output for reader in _readers(node)))
@@ -79,7 +79,7 @@ def read(output: list[fx.Node]) -> OutputQuantization:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads `node`, through views that keep its shape and order."""
+    """The readers of `node`, through views that keep its shape and order."""
     found: list[fx.Node] = []
     for user in node.users:
         if user.target in _IN_ORDER and _shape(user) == _shape(node):
@@ -109,7 +109,7 @@ def _dtypes(node: fx.Node) -> set[torch.dtype]:
 
 
 def _makes_bytes(reader: fx.Node) -> bool:
-    """Whether fp8 or other bytes come out of `reader`, at once or after more aten ops."""
+    """True if fp8 or other bytes come out of `reader`, at once or after more aten ops."""
 
     def later(node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if _is_no_product(user)] if _is_no_product(node) else []
@@ -119,7 +119,7 @@ def _makes_bytes(reader: fx.Node) -> bool:
 
 
 def _is_no_product(node: fx.Node) -> bool:
-    """Whether it is an op without a product: what comes behind o_proj is not its input."""
+    """True if it is an op without a product: what comes behind o_proj is not its input."""
     return node.target in probe.VIEWS or (is_aten(node) and node.target not in _PRODUCTS)
 
 
@@ -200,7 +200,7 @@ def _native(output: list[fx.Node], readers: list[fx.Node]) -> OutputQuantization
 
 
 def _is_formula(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
-    """Whether the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit. What is
+    """True if the last of interior is fp8(clamp(x * (1 / scale))), in fp32 and to the bit. What is
     rounded to fp8 is compared before: other orders of operations differ there."""
     if tokens.mixes(interior) or not _takes_reciprocal(interior, output, scale):
         return False
@@ -223,7 +223,7 @@ def _is_formula(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) 
 
 
 def _takes_reciprocal(interior: list[fx.Node], output: list[fx.Node], scale: fx.Node) -> bool:
-    """Whether what is computed from `output` reads 1 / scale, and no other value, for a scale of
+    """True if what is computed from `output` reads 1 / scale, and no other value, for a scale of
     each exponent of positive normal fp32 numbers, the least and the largest."""
     values = set(walk(output, lambda node: node.users.keys() & set(interior)))
     alone = [node for node in interior if node not in values]

@@ -153,12 +153,12 @@ def _constants(node: fx.Node) -> list[Any]:
 
 
 def _has_constant(node: fx.Node) -> bool:
-    """Whether a number other than 1 and -1 changes a float value."""
+    """True if a number other than 1 and -1 changes a float value."""
     return is_float(node) and any(abs(number) != 1 for number in _constants(node))
 
 
 def _rounds(output: fx.Node, stop: list[fx.Node]) -> bool:
-    """Whether a node before `output` rounds a value, or may, more than the output's type does: its
+    """True if a node before `output` rounds a value, or may, more than the output's type does: its
     type holds neither every number of an input's type nor every one of the output's. Decided by
     types alone, so `copy` and `slice_scatter` into a buffer round like a cast."""
     for node in cone([output], stop)[0]:
@@ -173,7 +173,7 @@ def _rounds(output: fx.Node, stop: list[fx.Node]) -> bool:
 
 
 def _is_table(node: fx.Node) -> bool:
-    """Whether rows of `node` are looked up by position; then a probe needs only a few rows."""
+    """True if rows of `node` are looked up by position; then a probe needs only a few rows."""
     for user in node.users:
         if user.target in CASTS and _is_table(user):
             return True
@@ -207,7 +207,7 @@ def _leaf_values(leaves: list[fx.Node]) -> dict[fx.Node, Any] | None:
 
 
 def same(runs: list[tuple[Values, Minus]], formula: Callable[[Values, Minus], Values]) -> bool:
-    """Whether all nodes that `formula` gives a value for have it in both of `run`, up to the
+    """True if all nodes that `formula` gives a value for have it in both of `run`, up to the
     float64 rounding of a handful of operations."""
     return all(
         values[node].shape == want.shape and torch.allclose(values[node], want, 1e-9, 1e-9)

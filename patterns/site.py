@@ -64,14 +64,14 @@ def naming(layer_name: Any, after: fx.Node, before: fx.Node) -> Iterator[str]:
 
 
 def is_live(node: fx.Node) -> bool:
-    """Whether what `node` does is seen: by a reader, outside the graph, or in memory."""
+    """True if what `node` does is seen: by a reader, outside the graph, or in memory."""
     if functionalized_op(node):
         return True  # what it writes need not be among its results: the KV cache is not
     return bool(node.users) or node.is_impure()  # what leaves the graph counts as impure
 
 
 def same_view(a: Any, b: Any) -> bool:
-    """Whether two nodes are the same chain of views of the same node."""
+    """True if two nodes are the same chain of views of the same node."""
     views = isinstance(a, fx.Node) and isinstance(b, fx.Node) and a.target in probe.VIEWS
     alike = views and (a.target, a.args[1:], a.kwargs) == (b.target, b.args[1:], b.kwargs)
     return a is b or (alike and same_view(a.args[0], b.args[0]))
@@ -145,7 +145,7 @@ def read_site(attention: fx.Node) -> Site:
 
 
 def is_rope_table(table: Any, positions: Any, site: Site) -> bool:
-    """Whether these are the arguments of a rotation of all of k_pe [T, 1, R]: the table
+    """True if these are the arguments of a rotation of all of k_pe [T, 1, R]: the table
     [max_position, R] is of the activation type or fp32, positions [T] are int64."""
     given = (table, positions, site.k_pe)
     if not all(isinstance(node, fx.Node) and dtype_of(node) for node in given):

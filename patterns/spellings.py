@@ -75,7 +75,7 @@ def _sources(node: Any) -> Iterator[fx.Node]:
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether `node` is a cast that rounds nothing."""
+    """True if `node` is a cast that rounds nothing."""
     if node.target not in probe.CASTS:
         return False
     source, dtype = node.all_input_nodes[0], dtype_of(node)
@@ -99,7 +99,7 @@ def _factors(node: Any, query: fx.Node) -> fx.Node | None:
 
 
 def _is_the_product(query: fx.Node, rotated: fx.Node, factors: fx.Node) -> bool:
-    """Whether `query` is `rotated`, each token times its factor."""
+    """True if `query` is `rotated`, each token times its factor."""
 
     def formula(values: probe.Values, minus: probe.Minus) -> probe.Values:
         return {query: values[rotated] * values[factors].reshape(-1, 1, 1)}
@@ -135,6 +135,6 @@ def _origin(node: fx.Node) -> str:
 
 
 def _has_angles(node: fx.Node) -> bool:
-    """Whether a cosine, or a complex number from an angle, is computed anywhere before `node`."""
+    """True if a cosine, or a complex number from an angle, is computed anywhere before `node`."""
     angles = torch.ops.aten.cos.default, torch.ops.aten.polar.default
     return any(each.target in angles for each in walk([node], lambda n: n.all_input_nodes))

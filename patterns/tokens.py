@@ -23,7 +23,7 @@ class _Mixed(Exception):
 
 
 def mixes(interior: Iterable[fx.Node]) -> bool:
-    """Whether a node of a cone does not treat every token alike, or may not.
+    """True if a node of a cone does not treat every token alike, or may not.
 
     A value has at most one token dimension: the one whose size is a multiple of the number of
     tokens, which is a symbol. An op keeps the tokens apart if token t of its result is a function
@@ -51,19 +51,19 @@ def mixes(interior: Iterable[fx.Node]) -> bool:
 
 
 def _times(size: Any, unit: Any) -> bool:
-    """Whether `size` is a whole multiple of `unit`."""
+    """True if `size` is a whole multiple of `unit`."""
     return size == unit or bool((size / unit).cancel().is_Integer)
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    """What a node stands for: one tensor or several; none for a size."""
+    """The tensors of a node: one, several, or none for a size."""
     if node.meta.get("val") is None:
         raise _Mixed
     return tensors(node)
 
 
 def _is_symbolic(size: Any) -> bool:
-    """Whether a size depends on the number of tokens."""
+    """True if a size depends on the number of tokens."""
     return not isinstance(size, int) and bool(size.node.expr.free_symbols)
 
 
@@ -116,7 +116,7 @@ def _check_dim(node: fx.Node, named: dict[str, Any]) -> None:
 
 
 def _takes_all(node: fx.Node, named: dict[str, Any]) -> bool:
-    """Whether a slice, or a scatter into one, is of all rows."""
+    """True if a slice, or a scatter into one, is of all rows."""
     if not {"start", "end", "step"} <= named.keys():
         return False
     whole = [*node.all_input_nodes[:1], node, named.get("src", node)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from torch.overrides import TorchFunctionMode
 
 from mla_fusion.attention import PersistentDecodePlan
-from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.measure import decode_peers as peers
 
 
 class OnCpu(TorchFunctionMode):

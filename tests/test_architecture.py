@@ -81,7 +81,7 @@ def needs_an_engine(name, module):
 
 def is_vllm(name, module):
     """Others ask config.vllm_compat."""
-    may = name in MAY_IMPORT_VLLM or room(name) in ("cli", "plugin")
+    may = name in MAY_IMPORT_VLLM or room(name) in ("cli", "measure", "plugin")
     return not may and module.split(".")[0] == "vllm"
 
 

@@ -10,9 +10,9 @@ import torch
 from epilogue import WRONG, Case
 
 from mla_fusion.attention.plan.epilogue import Epilogue
-from mla_fusion.cli.bench import kit
+from mla_fusion.measure import records, timing
 
-FACTS = dict.fromkeys(kit.FACTS, "x")
+FACTS = dict.fromkeys(records.FACTS, "x")
 
 
 @pytest.mark.parametrize(("step", "right"), [(1, True), (2, False)])
@@ -24,14 +24,14 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
         times = {"ours": 2.0, "vllm": 1.0 if case.pieces == 8 else 3.0}
         rows = [
             {**dataclasses.asdict(case), "place": place, "candidate": name,
-             **dict.fromkeys(kit.TIMES, us), "worst_step": step if name == "ours" else 0}
+             **dict.fromkeys(timing.TIMES, us), "worst_step": step if name == "ours" else 0}
             for place in ("back", "behind") for name, us in times.items()
         ]  # fmt: skip
         bench_epilogue.show(rows)
         return rows
 
     monkeypatch.setattr(bench_epilogue, "measure", measure)
-    monkeypatch.setattr(kit, "environment", lambda commit, program: FACTS)
+    monkeypatch.setattr(records, "environment", lambda commit, program: FACTS)
     path = tmp_path / "rows.csv"
     sizes = ["--tokens", "1", "--heads", "16", "--splits", "1", "8", "--rounds", "5", "--csv"]
     assert bench_epilogue.main([*sizes, str(path)]) == (not right)
@@ -42,7 +42,7 @@ def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right)
     assert "geometric mean 0.87, least 0.50" in printed
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 24 and set(rows[0]) == {*kit.FACTS, *bench_epilogue.RESULT}
+    assert len(rows) == 24 and set(rows[0]) == {*records.FACTS, *bench_epilogue.RESULT}
 
 
 LATENTS = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -61,7 +61,7 @@ def one_layer(monkeypatch):
     monkeypatch.setattr(bench_epilogue, "capture_calls", lambda call, count: call(0))
 
     def interleave(graphs, *_):
-        return {n: dict.fromkeys(kit.TIMES, 1.0 if "alone" in n else 2.0) for n in graphs}
+        return {n: dict.fromkeys(timing.TIMES, 1.0 if "alone" in n else 2.0) for n in graphs}
 
     monkeypatch.setattr(bench_epilogue, "interleave", interleave)
     return given

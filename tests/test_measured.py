@@ -64,7 +64,7 @@ def test_rows_of_all_widths_of_w_uv_decide_against_each_peer(tmp_path):
 )
 def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, runs):
     rows = [
-        [sequences, context, 0, us, us, us, 1.0, 1.0, 1.0]
+        measured.Row(sequences, context, 0, us, us, us, 1.0, 1.0, 1.0)
         for sequences, times in ours.items()
         for context, us in zip((1024, 8192), times, strict=True)
     ]

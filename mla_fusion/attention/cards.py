@@ -48,7 +48,6 @@ def chosen(here: Gpu, given: Inputs) -> Card:
 
 
 def settings(here: Gpu, decodes: Decodes) -> dict[str, int]:
-    """What to allocate a plan with on a GPU: the arguments that suit the first kernel which takes
-    such decodes."""
+    """Arguments of `allocate` on a GPU, for the first kernel that takes such decodes."""
     found = (card.settings(here, decodes) for card in of(here))
     return next(each for each in found if each is not None)

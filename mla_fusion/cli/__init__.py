@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def option(
 
 
 def mend_vllm(error: str) -> str:
-    """What to do about an error of vLLM's import; empty if it is none that is known here."""
+    """Advice on an error of vLLM's import; empty for an unknown error."""
     if "torchvision::nms" not in error:
         return ""
     packages = "torchvision torchaudio torchcodec"
@@ -132,14 +131,6 @@ def short(text: str, most: int = 80) -> str:
     """`text` in one line of a readable length."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package; empty if it is missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -61,7 +61,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What `generate` returned, with the tokens of each prompt and their log-probabilities."""
+    """The result of `generate`: the tokens of each prompt and their log-probabilities."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -147,7 +147,7 @@ def share_facts(cache: Path, root: Path | None = None) -> None:
 
 
 def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the work of a job returned, once its process has ended; an EngineError if it failed."""
+    """The result of a job, once its process has ended; raises EngineError if it failed."""
     try:
         process.communicate()
     finally:
@@ -159,7 +159,7 @@ def result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def last_error(log: Path) -> str:
-    """What the last error in a log says, in one line: vLLM's may have ten thousand characters."""
+    """The last error in a log, in one line: an error of vLLM may have ten thousand characters."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     said = lines[-1] if lines else "it ended before it wrote anything"
     for line, below in itertools.pairwise([*lines, ""]):
@@ -312,7 +312,7 @@ def chosen(completion: Any) -> list[float]:
 
 
 def steps(engine: Any, prompts: Prompts, new_tokens: int, **sampling: Any) -> Iterator[list[Any]]:
-    """What each step gives, until all prompts are continued greedily; ids are their indices."""
+    """The outputs of each step, until all prompts are continued greedily; ids are their indices."""
     from vllm import SamplingParams
 
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}

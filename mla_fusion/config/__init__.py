@@ -15,7 +15,7 @@ THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
 # A prerequisite that the plugin switches on where the operator did not refuse it.
 PARTITION = "use_inductor_graph_partition"
-# Of torch._inductor.config: a value that is used twice is stored if it has more inputs.
+# torch._inductor.config: a value that is used twice is stored if it reads more buffers than this.
 REALIZE = "realize_reads_threshold"
 # Of `Options.attention`: those that ask for a persistent decode.
 PLANNED = ("portable", "aiter")
@@ -117,7 +117,7 @@ def misplaced(additional_config: Any) -> list[str]:
 
 
 def is_on(vllm_config: Any) -> bool:
-    """Whether the flag is set; a config built before the plugin was loaded has no such field."""
+    """True if the flag is set; a config built before the plugin was loaded has no such field."""
     return getattr(vllm_config.compilation_config.pass_config, FLAG, False) is True
 
 

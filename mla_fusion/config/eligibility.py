@@ -97,7 +97,7 @@ def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What the passes need to know of one layer, free of references to the model.
+    """The facts of one layer that the passes need, free of references to the model.
 
     `decline` says why the fused op cannot serve it; `quantized_query`: the backend takes an fp8
     query over an fp8 cache; `plain_output` says why its attention op cannot quantize its output.

@@ -45,12 +45,12 @@ def versions() -> dict[str, str]:
 
 
 def is_rocm() -> bool:
-    """Whether vLLM's platform is ROCm."""
+    """True if vLLM's platform is ROCm."""
     return bool(_platform().is_rocm())
 
 
 def is_gpu() -> bool:
-    """Whether vLLM's platform is CUDA or ROCm."""
+    """True if vLLM's platform is CUDA or ROCm."""
     return bool(_platform().is_cuda_alike())
 
 
@@ -60,7 +60,7 @@ def default_provider() -> str:
 
 
 def is_hopper() -> bool:
-    """Whether vLLM's platform is an NVIDIA GPU of sm_90."""
+    """True if vLLM's platform is an NVIDIA GPU of sm_90."""
     return bool(_platform().is_cuda() and _platform().is_device_capability((9, 0)))
 
 
@@ -89,7 +89,7 @@ def tables_folder() -> Path:
 
 
 def is_supported(version: str) -> bool:
-    """Whether a version such as "0.32.0+cpu" lies in the supported window."""
+    """True if a version such as "0.32.0+cpu" lies in the supported window."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
 
@@ -100,7 +100,7 @@ def window() -> str:
 
 
 def uses_mla(model_config: Any) -> bool:
-    """Whether a vLLM `ModelConfig` is of a model with MLA layers; `use_mla` lacks one class, and
+    """True if a vLLM `ModelConfig` is of a model with MLA layers; `use_mla` lacks one class, and
     all of them if `switched_off` names VLLM_MLA_DISABLE: then the config's latent width decides."""
     if "VLLM_MLA_DISABLE" in switched_off():
         return getattr(model_config.hf_text_config, "kv_lora_rank", None) is not None
@@ -108,7 +108,7 @@ def uses_mla(model_config: Any) -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Whether vLLM promises that a sequence's result does not depend on the rest of its batch."""
+    """True if vLLM promises that a sequence's result does not depend on the rest of its batch."""
     from vllm import envs
 
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))  # doctor asks any release
@@ -125,7 +125,7 @@ def switched_off() -> list[str]:
 
 
 def layer_name_type() -> str:
-    """How the schemas of vLLM's ops type `layer_name`: an opaque class (torch >= 2.11) or str."""
+    """Type of `layer_name` in the schemas of vLLM's ops: an opaque class (torch >= 2.11) or str."""
     from vllm.utils.torch_utils import LayerNameType
 
     if LayerNameType is str:
@@ -160,7 +160,7 @@ def with_attention_hooks(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def runs_breakable_cudagraphs() -> bool:
-    """Whether vLLM captures breakable CUDA graphs, for which it switches torch.compile off: by
+    """True if vLLM captures breakable CUDA graphs, for which it switches torch.compile off: by
     VLLM_USE_BREAKABLE_CUDAGRAPH, which it sets itself for a list of architectures."""
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
@@ -180,7 +180,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def is_first_rank() -> bool:
-    """Whether this worker is the one of its engine that prints for all of them."""
+    """True if this worker is the one of its engine that prints for all of them."""
     from vllm.distributed.parallel_state import is_global_first_rank
 
     return bool(is_global_first_rank())
@@ -201,7 +201,7 @@ def context_parallel_ranks(layer: Any) -> int:
 
 
 def pads_sequences(vllm_config: Any) -> bool:
-    """Whether AITER's backend lengthens the sequences of a step by queries left out: from 0.33."""
+    """True if AITER's backend lengthens the sequences of a step by queries left out: from 0.33."""
     return bool(getattr(vllm_config.speculative_config, "enable_adaptive_verification", False))
 
 
@@ -248,7 +248,7 @@ def value_weight(layer: Any) -> torch.Tensor | None:
 
 
 def packed_weight(layer: Any) -> str:
-    """How a layer keeps W_UK for AITER's products, in vLLM's precedence; empty if it is plain."""
+    """Format of W_UK for AITER's products, in vLLM's precedence; empty if it is a plain tensor."""
     kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
     return next(kinds, "")
 
@@ -261,7 +261,7 @@ def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_layers(layers: Mapping[str, Any]) -> int:
-    """How many layers of vLLM's `static_forward_context` keep a state and are not MLA attention."""
+    """Number of layers of `static_forward_context` that keep a state and are not MLA attention."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     stateful = sum(isinstance(layer, AttentionLayerBase) for layer in layers.values())
@@ -288,7 +288,7 @@ def register_sparse_backend() -> bool:
 
 
 def chose_sparse_backend(vllm_config: Any) -> bool:
-    """Whether an operator chose `--attention-backend CUSTOM`, and it is `SPARSE_BACKEND`."""
+    """True if an operator chose `--attention-backend CUSTOM`, and it is `SPARSE_BACKEND`."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
@@ -297,7 +297,7 @@ def chose_sparse_backend(vllm_config: Any) -> bool:
 
 
 def may_have_sparse_layers(vllm_config: Any) -> bool:
-    """Whether a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
+    """True if a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
     made = SPARSE_BACKEND.rpartition(".")[0] in sys.modules  # imported for the first layer
     return made or chose_sparse_backend(vllm_config)
 
@@ -322,7 +322,7 @@ def sparse_widths(impl: Any) -> tuple[int, int]:
 
 
 def keeps_cache_on_host(vllm_config: Any) -> bool:
-    """Whether sparse layers fetch entries from the host (HiSparse, which 0.26 does not have)."""
+    """True if sparse layers fetch entries from the host (HiSparse, which 0.26 does not have)."""
     return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
 
 

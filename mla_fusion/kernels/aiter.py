@@ -158,7 +158,7 @@ def _is_fp32(x: Any, like: torch.Tensor) -> bool:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether every row begins at a multiple of 4 bytes."""
+    """True if every row begins at a multiple of 4 bytes."""
     steps = [step for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     return x.data_ptr() % 4 == 0 and all(step * x.element_size() % 4 == 0 for step in steps)
 

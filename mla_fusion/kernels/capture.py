@@ -4,7 +4,7 @@ import torch
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured: launches then run at replay only."""
+    """True if the current stream is being captured: launches then run at replay only."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,4 +1,4 @@
-"""Which launch computes the fused region: a plan per (tokens, heads, widths, device), measured.
+"""The launch plan of the fused region by tokens, heads, widths and device, as measured.
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
 be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
@@ -28,7 +28,8 @@ class Widths(NamedTuple):
     latent: int
 
     def distance(self, other: Widths) -> float:
-        """How far apart two are: the logarithms of their ratios, of P + 1 and so on: R may be 0."""
+        """Distance of two shapes: the sum of the logarithms of their ratios, of each width plus
+        1."""
         return sum(abs(math.log((a + 1) / (b + 1))) for a, b in zip(self, other, strict=True))
 
 

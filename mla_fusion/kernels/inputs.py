@@ -1,4 +1,4 @@
-"""What a provider is called with, and what every provider requires of it."""
+"""The arguments of a provider, and the checks that all providers share."""
 
 from typing import Any, NamedTuple
 

@@ -61,7 +61,7 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 
 def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
-    """Whether product tiles are stored straight from registers (see `triton_kernels.py`): of the
+    """True if product tiles are stored straight from registers (see `triton_kernels.py`): of the
     types that were measured. A warp has 16 tokens of a tile, and must have a multiple of 64
     latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once."""
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
@@ -86,7 +86,7 @@ def _pad(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What `mla_prep` is compiled for.
+    """Compile-time constants of `mla_prep`.
 
     ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
     0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.

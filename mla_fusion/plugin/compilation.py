@@ -35,8 +35,9 @@ def add_passes() -> None:
 
 
 def set_options_for_ranges() -> None:
-    """Why: Inductor lets each RMS norm add up to five residual tensors anew, which costs a decode
-    step. vLLM has one set of Inductor's options for all ranges, and prefill shall keep it.
+    """Why: in every RMSNorm Inductor recomputes the sum of up to five residuals, which costs a
+    decode step time. vLLM has one set of Inductor's options for all ranges, and prefill shall keep
+    it.
 
     How: `CompilerManager.compile` gets the options of `for_range`. vLLM's cache key covers all that
     they depend on: the flag, the bucket and this library's source. Until: vLLM takes options for a

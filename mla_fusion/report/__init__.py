@@ -1,4 +1,5 @@
-"""What fused, what did not, and why: counts per compile range, reasons, a layer before and after.
+"""Reports of fused and declined layers: counts per compile range, reasons, a layer before and
+after.
 
 The passes add one `RangeReport` per compiled graph. `take` makes a `Report` of those of a worker,
 `merge` joins those of all workers. `store` keeps it under vLLM's cache root, so that a start from a
@@ -78,7 +79,7 @@ class RangeReport:
 
 
 def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:
-    """How many layers declined, of lists or of such counts, under the first of each code."""
+    """Number of declined layers, from lists or counts, under the first decline of each code."""
     total: dict[Decline, int] = {}
     for decline in chain(*(Counter(each).elements() for each in declines)):
         first = next((d for d in total if d.code == decline.code), decline)
@@ -104,7 +105,7 @@ class Report:
     version: int = 6  # of the stored format
 
     def quantizations(self) -> set[str]:
-        """How attention ops quantize their outputs, on any rank."""
+        """The quantizations of attention outputs, on any rank."""
         return {kind for r in self.ranges for kind in r.outputs}
 
     def decode_ranges(self) -> list[RangeReport]:
@@ -210,7 +211,7 @@ def _outcome(report: Report) -> list[Any]:
 
 
 def _said(report: Report) -> str:
-    """What a rank's report says, in one line."""
+    """A rank's report in one line."""
     found = [
         ", ".join([f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r)])
         for r in report.decode_ranges()
@@ -242,7 +243,7 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def folder(cache_root: Path) -> Path:
-    """Where reports are stored under a vLLM cache root."""
+    """The folder of stored reports under a vLLM cache root."""
     return cache_root / "torch_compile_cache" / "mla_fusion"
 
 

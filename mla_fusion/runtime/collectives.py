@@ -1,4 +1,4 @@
-"""What the ranks of an engine tell each other while it starts: every rank calls `prepare`."""
+"""Messages between the ranks of an engine while it starts: every rank calls `prepare`."""
 
 import contextlib
 import hashlib
@@ -76,8 +76,8 @@ def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
 
 
 def report_path(vllm_config: Any) -> Path:
-    """Where the report of an engine with this config is stored, beside vLLM's compile cache: its
-    name covers what vLLM's cache key covers but the model's sources, so that an engine that takes
+    """Path of the report of an engine with this config, beside vLLM's compile cache. Its name
+    covers what vLLM's cache key covers but the model's sources, so that an engine that takes
     graphs from the cache finds their report."""
     factors = (vllm_config.compute_hash(), vllm_compat.compile_environment())
     compiled = hashlib.sha256(repr(factors).encode()).hexdigest()[:10]

@@ -1,4 +1,4 @@
-"""Which decode steps of DeepSeek-V4's and V4.1's layers this library takes, and by which plans.
+"""The decode steps of DeepSeek-V4's and V4.1's layers that this library takes, and their plans.
 
 vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over a window
 of the last tokens, and in most layers over entries that stand for several tokens each, all of them
@@ -28,8 +28,8 @@ MOST_HEADS, MOST_TOKENS = 16, 64
 
 
 class Step(sparse_step.Shared):
-    """What layers of one kind share: in a forward pass they have the same lengths, although vLLM's
-    metadata of each group of caches has its own."""
+    """The state that layers of one kind share: in a forward pass they have the same lengths,
+    although vLLM's metadata of each group of caches has its own."""
 
     def decode(
         self, layer: Any, q: torch.Tensor, cache: Any, window: Any, entries: Any, output: Any

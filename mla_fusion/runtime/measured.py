@@ -1,4 +1,4 @@
-"""Where the portable decode was measured against vLLM's own: for `attention=auto`.
+"""Measurements of the portable decode against vLLM's own, by which `attention=auto` decides.
 
 `gpus/` has a JSON file for each GPU, which `benchmarks/figures.py` writes from the rows of
 `mla-fusion bench decode --values`: a decode and the product with W_UV behind it. A file is
@@ -7,8 +7,7 @@
     dtype, heads, queries, backend   type of query and cache, heads of a rank, query rows of a
                                      sequence, and vLLM's backend that ours was measured against
     values, vllm, triton, commit, command
-    rows                             [sequences, context, ragged, ours, theirs] each; a time is
-                                     p20, p50, p80 in microseconds, nine numbers in all
+    rows                             the nine numbers of a `Row` each
 
 `mla-fusion calibrate` writes such a file under vLLM's cache root, with `kernels()` as "kernels":
 another library or Triton has others. Its shapes go before the shipped ones.
@@ -19,8 +18,9 @@ engine that brings a newer one should not lose what was measured.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from mla_fusion import logger
 from mla_fusion.config import vllm_compat
@@ -31,31 +31,44 @@ from mla_fusion.gpu import triton_version
 FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
 PAGE = 64  # tokens of a page of the cache, or a multiple of it
-# Of the time in a context of the rows. Which contexts a step has is not known when it is captured:
-# it may lose so much in one where it gains in the mean of all.
-MOST_LOST = 0.07
+# Largest slowdown accepted in any measured context, as a fraction, where the mean of all contexts
+# gains: the contexts of a step are not known when it is captured.
+MAX_LOSS = 0.07
 # More query rows (heads x rows of a sequence) have a kernel of their own, which has run with Triton
 # up to this one.
 FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
 Kernel = tuple[str, int, int]  # type of the query, heads, query rows of a sequence
 Shape = tuple[str, int, int, str]  # these, and the backend
-Row = Sequence[float]
 Span = tuple[int, int]  # from how many to how many sequences of a step
 
 
+class Row(NamedTuple):
+    """The times of one step: p20, p50 and p80 of both decodes, in microseconds."""
+
+    sequences: int
+    context: int  # KV tokens of each sequence, or of the mean where they are ragged
+    ragged: int
+    ours_p20: float
+    ours: float
+    ours_p80: float
+    theirs_p20: float
+    theirs: float
+    theirs_p80: float
+
+
 def file_name(gpu: str) -> str:
-    """Of the file of a GPU."""
+    """Name of the file of a GPU."""
     return "".join(c if c.isalnum() or c in "-." else "_" for c in gpu) + ".json"
 
 
 def has_measurements(gpu: str) -> bool:
-    """Whether anything was measured on a GPU of this name."""
+    """True if anything was measured on a GPU of this name."""
     return bool(gpu and (_shipped(gpu) or _own(gpu)))
 
 
 def own_file(gpu: str) -> Path:
-    """Where `mla-fusion calibrate` writes what it measures on a GPU."""
+    """The file in which `mla-fusion calibrate` writes its measurements of a GPU."""
     return vllm_compat.tables_folder() / file_name(gpu)
 
 
@@ -72,24 +85,25 @@ def source(gpu: str, shape: Shape) -> str:
 
 @functools.cache
 def spans(gpu: str, max_model_len: int) -> dict[Shape, tuple[Span, ...]]:
-    """With how many sequences of a step ours is not slower, for each measured shape; () for none.
-    Contexts of the engine have up to `max_model_len` tokens."""
+    """Spans of the number of sequences in which the portable decode is not slower, for each
+    measured shape; () if there is none. Contexts of the engine have up to `max_model_len`
+    tokens."""
     measured = _shipped(gpu) | _own(gpu) if gpu else {}
     return {shape: of_rows(rows, max_model_len) for shape, rows in measured.items()}
 
 
 def of_rows(rows: list[Row], max_model_len: int) -> tuple[Span, ...]:
     """The runs of measured numbers of sequences with which ours is not slower in the mean of the
-    contexts, nor by more than MOST_LOST in one. Contexts up to twice `max_model_len` count, or the
+    contexts, nor by more than MAX_LOSS in one. Contexts up to twice `max_model_len` count, or the
     shortest: rows are a factor of 8 apart."""
-    longest = max(2 * max_model_len, min(context for _, context, *_ in rows))
+    longest = max(2 * max_model_len, min(row.context for row in rows))
     ratios: dict[int, list[float]] = {}
-    for sequences, context, _, _, ours, _, _, theirs, _ in rows:
-        if context <= longest:
-            ratios.setdefault(int(sequences), []).append(theirs / ours)
+    for row in rows:
+        if row.context <= longest:
+            ratios.setdefault(row.sequences, []).append(row.theirs / row.ours)
     runs: list[list[int]] = [[]]
     for sequences, here in sorted(ratios.items()):
-        if math.prod(here) < 1 or min(here) < 1 - MOST_LOST:
+        if math.prod(here) < 1 or min(here) < 1 - MAX_LOSS:
             runs.append([])
         else:
             runs[-1].append(sequences)
@@ -102,7 +116,8 @@ def words(runs: Iterable[Span]) -> str:
 
 
 def kernels() -> str:
-    """What tells the installed kernels from others: this library's source, and Triton."""
+    """Identity of the installed kernels: the hash of this library's source, and Triton's
+    version."""
     return "{}, Triton {}.{}".format(source_hash(), *triton_version())
 
 
@@ -142,7 +157,7 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     found: dict[Shape, list[Row]] = {}
     for each in held.shapes:  # those of several `values` have one list
         shape = each.dtype, each.heads, each.queries, each.backend
-        found.setdefault(shape, []).extend(each.rows)
+        found.setdefault(shape, []).extend(Row(*row) for row in each.rows)
     return found
 
 
@@ -162,6 +177,6 @@ def heads_and_rows(of: Kernel) -> str:
 
 
 def is_listed(gpu: str, max_model_len: int, of: Kernel) -> bool:
-    """Whether ours is to be used against some backend, with the kernel for such a query."""
+    """True if ours is to be used against some backend, with the kernel for such a query."""
     found = spans(gpu, max_model_len).items()
     return any(runs and shape[:3] == of for shape, runs in found) and not why_not_run(gpu, of)

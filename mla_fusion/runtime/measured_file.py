@@ -26,7 +26,7 @@ class Table(BaseModel, strict=True):
 
 
 def parse(content: bytes) -> Table:
-    """What a file holds; a ValueError of one line says where it is not as it should be."""
+    """The content of a file. Raises ValueError with one line on the first place that is wrong."""
     try:
         return Table.model_validate_json(content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""How many forward passes ran fused: `mla_fusion_steps_total` in Prometheus, and
+"""Number of forward passes that ran fused: `mla_fusion_steps_total` in Prometheus, and
 `llm.collective_rpc("mla_fusion_steps")`, one `StepCounter.snapshot` for each rank.
 
 Passes are counted where vLLM builds the attention metadata in Python, once for each group of layers

@@ -13,7 +13,7 @@ from mla_fusion.ops import Quantization
 
 @dataclass(frozen=True)
 class QuantizedOutput:
-    """Where an attention op writes, and how the unfused graph quantizes.
+    """The buffers of an attention op that quantizes, and the quantization of the unfused graph.
 
     values: fp8 [T, H * V]. scale: fp32, [T, H * V / 128], written; or one element, given.
     """

@@ -35,7 +35,7 @@ class SparseImpl(_Impl):
 
 
 class SparseBackend(_Backend):
-    """What vLLM's registry holds as CUSTOM."""
+    """The attention backend CUSTOM of vLLM's registry."""
 
     @staticmethod
     def get_impl_cls() -> type[SparseImpl]:

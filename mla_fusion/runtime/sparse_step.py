@@ -1,4 +1,4 @@
-"""Which decode steps of a sparse layer this library takes, and what all layers share for them.
+"""The decode steps of a sparse layer that this library takes, and the state all layers share.
 
 Each class of layers says which (`mla_fusion_why_not`) and by what (`mla_fusion_shape`): that of the
 backend CUSTOM as here, DeepSeek-V4's as in `deepseek_v4`. The decode is `attention.sparse`. The
@@ -58,18 +58,18 @@ class Shared:
         self._planned: tuple[Any, int] = (None, 0)
 
     def begins(self, tokens: int) -> bool:
-        """Whether its plan is of another forward pass, drafts' too, or of another size."""
+        """True if its plan is of another forward pass, drafts' too, or of another size."""
         before, self._planned = self._planned, (vllm_compat.forward_context(), tokens)
         return before[0] is not self._planned[0] or before[1] != tokens
 
     def tensors(self) -> list[torch.Tensor]:
-        """What it holds at fixed addresses."""
+        """The tensors that it keeps at fixed addresses."""
         held = [x for x in vars(self).values() if isinstance(x, torch.Tensor)]
         return [*self.scratch.plan.tensors().values(), *held]
 
 
 class Step(Shared):
-    """What all layers of a shape share: query and latents of the layer that runs too."""
+    """The state that all layers of a shape share, with query and latents of the running layer."""
 
     def __init__(self, most: int, heads: int, *shape: Any) -> None:
         super().__init__(most, heads, *shape)
@@ -81,7 +81,7 @@ class Step(Shared):
         )
 
     def serves(self, tokens: int, metadata: Any) -> bool:
-        """Whether this library decodes the step: few tokens, and none of them of a prefill."""
+        """True if this library decodes the step: few tokens, and none of them of a prefill."""
         return 0 < tokens <= self.most and tokens == metadata.num_decode_tokens
 
     def decode(
@@ -119,12 +119,12 @@ class Step(Shared):
 
 
 class StepOnRocm(Step):
-    """With rows of slots from the metadata of ROCM_AITER_MLA_SPARSE.
+    """A step with rows of slots from the metadata of ROCM_AITER_MLA_SPARSE.
 
-    The first columns of a token's row of positions are its choice, as many as two elements of
-    `paged_kv_indptr` differ, in a row of padding none. vLLM lists their slots without gaps, as
-    pages of one token. Here its kernel writes them in rows of one width, and the plan counts as
-    many of each: both decodes read the same entries.
+    Row t has indptr[t + 1] - indptr[t] chosen positions in its first columns, with indptr
+    `paged_kv_indptr`; a row of padding has none. vLLM lists their slots without gaps, as pages of
+    one token. Here vLLM's kernel writes the slots in rows of one width, and the plan counts the
+    chosen ones of each row: both decodes read the same entries.
     """
 
     def __init__(self, most: int, heads: int, widths: tuple[int, ...], *shape: Any) -> None:
@@ -159,7 +159,7 @@ def shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
 
 
 def _rocm_caches() -> dict[str, torch.dtype]:
-    """By vLLM's cache type, that of the entries: as a bf16 query, or fp8 with the layer's scale."""
+    """vLLM's cache type -> type of the entries: the query's bf16, or fp8 with the layer's scale."""
     fp8 = vllm_compat.fp8_dtype()
     return {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8": fp8, "fp8_e4m3": fp8}
 
@@ -246,7 +246,7 @@ def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
 
 
 def describe(step: Shared, backend: str) -> str:
-    """What a step is for, in a line of the log; `backend` takes the other steps."""
+    """A line of the log on a step; `backend` takes the other steps."""
     settings = step.scratch.plan.settings
     size = sum(x.nbytes for x in step.tensors()) / 2**20
     plain = "bf16" if settings.kv_dtype.itemsize == 2 else "fp8"

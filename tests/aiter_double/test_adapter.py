@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_fusion.attention.aiter import selection
-from mla_fusion.cli.bench.kit import distance
+from mla_fusion.measure.distances import distance
 from tests.aiter_double import heads, uses
 from tests.aiter_double.uses import RULES, WIDE, Use
 from tests.aiter_double.versions import DECODE, PLANNER

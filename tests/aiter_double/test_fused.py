@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from mla_fusion.cli.bench.kit import steps
 from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.measure.distances import steps
 from tests.aiter_double import calls
 from tests.aiter_double.versions import FUSED
 

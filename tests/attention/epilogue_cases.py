@@ -12,7 +12,7 @@ import torch
 from mla_fusion.attention import reference
 from mla_fusion.attention.plan.epilogue import Epilogue, in_groups
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.cli.bench.kit import agreement, poisoned, steps
+from mla_fusion.measure.distances import agreement, poisoned, steps
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN
 

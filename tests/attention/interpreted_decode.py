@@ -14,9 +14,9 @@ from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.sparse import sparse_mla_decode
-from mla_fusion.cli.bench.kit import distance
 from mla_fusion.cli.selftest import decode, planner, sparse
 from mla_fusion.cli.selftest.sparse import Variant
+from mla_fusion.measure.distances import distance
 from tests.aiter_double import metadata
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, plan_for
 from tests.attention.packed_cases import Inputs, random_case

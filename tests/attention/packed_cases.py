@@ -8,7 +8,7 @@ import torch
 
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.sparse import sparse_scratch
-from mla_fusion.cli.bench.kit import distance
+from mla_fusion.measure.distances import distance
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, lists
 from tests.attention.pages import V4, V32, WIDTH, Cache

@@ -11,8 +11,8 @@ from mla_fusion import attention
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.plan import planner
 from mla_fusion.attention.plan.buffers import AITER_BUFFERS
-from mla_fusion.cli.bench.kit import distance
 from mla_fusion.kernels import ProviderUnavailable
+from mla_fusion.measure.distances import distance
 from tests import aiter_double
 from tests.aiter_double import uses, versions
 from tests.aiter_double.versions import DECODE, INFO, PLANNER

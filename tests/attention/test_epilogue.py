@@ -6,7 +6,7 @@ import torch
 from mla_fusion.attention import Epilogue, persistent_mla_decode
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.reference import power_of_two
-from mla_fusion.cli.bench.kit import distance, steps
+from mla_fusion.measure.distances import distance, steps
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
 

@@ -15,7 +15,7 @@ from mla_fusion.attention.hopper import cards, sparse_fp8, sparse_specialized
 from mla_fusion.attention.plan.inputs import Inputs as Given
 from mla_fusion.attention.plan.inputs import Sparse
 from mla_fusion.attention.plan.layouts import read_keys
-from mla_fusion.cli.bench.kit import distance
+from mla_fusion.measure.distances import distance
 from tests.attention import gluon_warps
 from tests.attention.decodes import BF16, FN, SCALE
 from tests.attention.gluon_double import Machine

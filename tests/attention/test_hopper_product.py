@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper import cards, product
 from mla_fusion.attention.plan.epilogue import Epilogue
-from mla_fusion.cli.bench.kit import distance
+from mla_fusion.measure.distances import distance
 from tests.attention.decodes import BF16, FN
 from tests.attention.epilogue_cases import check_quantized
 from tests.attention.test_specialized_run import InStep

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fusion.attention import persistent_mla_decode
 from mla_fusion.attention.plan.inputs import Inputs, validate
-from mla_fusion.cli.bench.kit import distance
+from mla_fusion.measure.distances import distance
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, FP32, arguments, definition, refresh
 
 RAGGED = [

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention import reference
 from mla_fusion.attention.hopper import common, decode, tile, warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.cli.bench.kit import distance
+from mla_fusion.measure.distances import distance
 from tests.attention import gluon_double
 from tests.attention.decodes import BF16, FN, arguments, definition, same_lse
 from tests.attention.gluon_values import Tensor

@@ -7,7 +7,8 @@ import pytest
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
-from mla_fusion.cli.bench import kit, region, region_cases
+from mla_fusion.cli.bench import region
+from mla_fusion.measure import records, region_cases, timing
 
 ARGV = ["bench", "--tokens", "1", "8", "--heads", "16", "--layers", "3", "--rounds", "10"]
 
@@ -19,23 +20,23 @@ def gpu(monkeypatch):
     def no_package(region):
         raise ImportError("No module named 'flashinfer'")
 
-    kit.say_once.cache_clear()
+    timing.say_once.cache_clear()
     peers = {name: lambda region, name=name: name for name in region.PEERS}
     own = {name: lambda region, name=name: f"own {name}" for name in region.OWN_ROUNDING}
     agreements = dict.fromkeys((*peers, *(f"own {name}" for name in own)), (1.0, 0))
-    times = dict(zip(kit.TIMES, (1.23456789, 2.0, 3.0), strict=True))
+    times = dict(zip(timing.TIMES, (1.23456789, 2.0, 3.0), strict=True))
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
-        (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
-        (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
+        (bench, "environment", lambda commit: dict.fromkeys(records.FACTS, commit)),
+        (bench, "measure_ceilings", lambda: timing.Ceilings(4000.0, 800.0)),
         (region, "PEERS", {**peers, "flashinfer": no_package}),
         (region, "OWN_ROUNDING", own),
         (region, "chosen_plan", lambda case: region.Plan()),
         (region_cases, "make_weights", lambda heads, layers, widths: [None] * layers),
         (region_cases, "make_region", lambda case, calls: region_cases.Region(case, calls, None)),
         (region_cases, "agreement", lambda _, layer, expected=None: agreements[expected or layer]),
-        (kit, "capture_calls", lambda call, count: call),
-        (kit, "interleave", lambda graphs, *_: dict.fromkeys(graphs, times)),
+        (timing, "capture_calls", lambda call, count: call),
+        (timing, "interleave", lambda graphs, *_: dict.fromkeys(graphs, times)),
     ):
         monkeypatch.setattr(module, name, value)
     return agreements

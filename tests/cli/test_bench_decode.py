@@ -11,8 +11,8 @@ import torch
 from mla_fusion import cli
 from mla_fusion.cli.bench import command as bench
 from mla_fusion.cli.bench import decode as bench_decode
-from mla_fusion.cli.bench import decode_peers as peers
-from mla_fusion.cli.bench import kit
+from mla_fusion.measure import decode_peers as peers
+from mla_fusion.measure import records, timing
 from tests.on_cpu import decodes_on_cpu
 
 SMALL = ["--batches", "1", "16", "--contexts", "70", "--heads", "2", "--latent", "32"]
@@ -51,7 +51,7 @@ def no_package(inputs):
 @pytest.fixture
 def gpu(monkeypatch, on_cpu):
     """A pretended GPU: ours takes 2 us, a peer 3 us; the candidates, by type, to be changed."""
-    kit.say_once.cache_clear()
+    timing.say_once.cache_clear()
     times = {"ours": 2.0}
     offered = {
         peers.BF16: {"ours": peers.ours, "triton_mla": right, "flashmla": right, "fa3": no_package},
@@ -59,17 +59,17 @@ def gpu(monkeypatch, on_cpu):
     }
 
     def interleave(graphs, count, rounds):
-        return {name: dict.fromkeys(kit.TIMES, times.get(name, 3.0)) for name in graphs}
+        return {name: dict.fromkeys(timing.TIMES, times.get(name, 3.0)) for name in graphs}
 
     for module, name, value in (
         (bench, "require_gpu", lambda: None),
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "synchronize", lambda: None),
-        (bench, "environment", lambda commit: dict.fromkeys(kit.FACTS, commit)),
-        (bench, "measure_ceilings", lambda: kit.Ceilings(4000.0, 800.0)),
+        (bench, "environment", lambda commit: dict.fromkeys(records.FACTS, commit)),
+        (bench, "measure_ceilings", lambda: timing.Ceilings(4000.0, 800.0)),
         (peers, "CANDIDATES", offered),
-        (kit, "capture_calls", lambda call, count: call),
-        (kit, "interleave", interleave),
+        (timing, "capture_calls", lambda call, count: call),
+        (timing, "interleave", interleave),
         (bench_decode, "compile_ours", lambda cases: peers.launch_ours([*cases])),
     ):
         monkeypatch.setattr(module, name, value)
@@ -83,9 +83,9 @@ def measured(path, *words):
         return status, list(csv.DictReader(file))
 
 
-LACKS = {"tokens": "decode", "layers": "decode", "peers": "epilogue"}
+LACKS = {"tokens": "decode", "layers": "decode"}
 SIZES = "batches 4", "page 64", "tokens 8", "layers 61", "max-split-per-batch 4"
-OTHERS = *SIZES, "fp8", "peers vllm"
+OTHERS = *SIZES, "fp8"
 
 
 @pytest.mark.parametrize("option", OTHERS)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.measure import decode_peers as peers
 from tests.gpus import imitate
 from tests.on_cpu import decodes_on_cpu
 

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from mla_fusion import cli
-from mla_fusion.cli.bench import decode, kit
-from mla_fusion.cli.bench import decode_peers as peers
+from mla_fusion.cli.bench import decode
 from mla_fusion.cli.calibrate import command, measure
 from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
+from mla_fusion.measure import decode_peers as peers
+from mla_fusion.measure import records, timing
 from mla_fusion.runtime import measured
 from tests.gpus import imitate
 
@@ -34,7 +35,7 @@ def gpu(monkeypatch, tmp_path):
     checked = []
     monkeypatch.setattr(measure, "run_checks", lambda names: checked.append(names) or bad)
     imitate(monkeypatch, "sm_90", name=GPU)
-    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(kit.FACTS, ""))
+    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(records.FACTS, ""))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
     monkeypatch.setattr(decode, "compile_ours", lambda cases: None)
     config = tmp_path / "config.json"
@@ -49,7 +50,7 @@ def gpu(monkeypatch, tmp_path):
             return [
                 {**dataclasses.asdict(case), "dtype": case.kind, "candidate": name,
                  "error": error if name == "ours" else 0.027,
-                 **dict.fromkeys(kit.TIMES, 1.0 if name == "ours" else 2.0)}
+                 **dict.fromkeys(timing.TIMES, 1.0 if name == "ours" else 2.0)}
                 for name in candidates
             ]  # fmt: skip
 

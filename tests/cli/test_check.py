@@ -270,7 +270,12 @@ WIDE |= {"num_attention_heads": 128}
         (WIDE, (), "holds (288): --tensor-parallel-size 8 at least", ("weights in",)),
         (WIDE, ("--tensor-parallel-size", 4), "on 4 GPUs more than", ()),
         (WIDE, ("--tensor-parallel-size", 8), "fuses", ("largest",)),
-        ({"quantization_config": {"quant_method": "fp8"}}, (), "weights in fp8; W_UK and W_UV", ()),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            (),
+            "weights in fp8, of which vLLM unpacks W_UK and W_UV",
+            (),
+        ),
     ],
 )
 def test_the_answer_leaves_out_what_nobody_asked_for_and_says_what_a_user_needs(
@@ -349,7 +354,7 @@ def test_the_answer_as_json(checked):
     ("", "fp8", 0),
 ])  # fmt: skip
 def test_software_conversions_of_an_old_triton(version, cache, notes, checked, monkeypatch):
-    monkeypatch.setattr(cli, "version_of", lambda package: version)
+    monkeypatch.setattr(check, "version_of", lambda package: version)
     _, _, printed = checked(2, "--kv-cache-dtype", cache)
     assert printed.count("on gfx950 with the Triton that is installed here") == notes
     assert printed.count("install Triton 3.7") == notes

@@ -2,13 +2,13 @@
 
 import torch
 
-from mla_fusion.cli.bench.region_cases import Case as Case
-from mla_fusion.cli.bench.region_cases import build as build
-from mla_fusion.cli.bench.region_cases import run as run
-from mla_fusion.cli.selftest.outcome import different_bytes as different_bytes
 from mla_fusion.cli.selftest.region import absorb_interval as absorb_interval
 from mla_fusion.cli.selftest.region import judge as judge
 from mla_fusion.kernels import reference
+from mla_fusion.measure.outcome import different_bytes as different_bytes
+from mla_fusion.measure.region_cases import Case as Case
+from mla_fusion.measure.region_cases import build as build
+from mla_fusion.measure.region_cases import run as run
 
 
 def check_against_reference(module, call, **extra):

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from mla_fusion.cli.bench import two_launches
-from mla_fusion.cli.bench.kit import POISON, storage
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import padded_batch
+from mla_fusion.measure.distances import POISON, storage
 from tests.gpus import imitate
 from tests.kernels import cases, interpreter
 from tests.nightly import daily

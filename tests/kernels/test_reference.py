@@ -9,8 +9,8 @@ import torch
 from test_arithmetic import rotated
 
 from mla_fusion import kernels
-from mla_fusion.cli.bench.kit import POISON
 from mla_fusion.kernels import reference
+from mla_fusion.measure.distances import POISON
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,17 @@ def splice(module, node, pick):
         _put_between(module, node, pick // len(FOREIGN), [(target, *args)])
 
 
+# Steps after which a row that is padding may be read.
+ROWS = {
+    programs.alias, programs.read, programs.some_rows, programs.all_rows, programs.split,
+    programs.destination,
+}  # fmt: skip
+
+
 def mixes_rows(steps):
     """Whether these edits let rows without a slot, which hold anything, into others."""
     return any(
-        edit in (programs.alias, programs.read, programs.some_rows, programs.all_rows)
-        or (edit is splice and FOREIGN[pick % len(FOREIGN)] in MIXES_ROWS)
+        edit in ROWS or (edit is splice and FOREIGN[pick % len(FOREIGN)] in MIXES_ROWS)
         for edit, _, pick in steps
     )
 

@@ -220,5 +220,82 @@ def write_again(module, node, pick):
         again.meta["val"] = update.meta["val"]
 
 
+def buffered(module, node, pick):
+    """A value is kept in a buffer of another type."""
+    if is_float(node):
+        dtype = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)[pick % 4]
+        put_between(module, node, pick // 8, lambda x: kept(module, x, dtype, pick // 4 % 2))
+
+
+def _mul(*factors):
+    return [(aten.mul.Tensor, factor) for factor in factors]
+
+
+# Identities of real numbers: of a type some overflow, underflow, or lose digits.
+IDENTITIES = (
+    _mul(1e5, 1e-5), _mul(1e20, 1e20, 1e-20, 1e-20), _mul(1e-30, 1e-30, 1e30, 1e30), _mul(-1, -1),
+    [(aten.add.Tensor, 1e5), (aten.sub.Tensor, 1e5)], [(aten.add.Tensor, 0.0)],
+    [(aten.add.Tensor, "itself"), (aten.sub.Tensor, "itself")],
+    [(aten.neg.default,), (aten.neg.default,)],
+)  # fmt: skip
+
+
+def constants(module, node, pick):
+    """A value is read through arithmetic that changes no real number."""
+    if is_float(node):
+        calls = IDENTITIES[pick % len(IDENTITIES)]
+        put_between(module, node, pick // len(IDENTITIES), lambda x: behind(module, x, *calls))
+
+
+def split(module, node, pick):
+    """A projection has two parts and a bias or an activation; one is read behind the attention."""
+    found = edits.find_all(module, aten.mm.default)
+    pick, which = divmod(pick, len(found))
+    node = found[which]
+    width = node.meta["val"].shape[-1]
+    pointwise = ((aten.tanh.default,), (aten.add.Tensor, "bias"), (aten.relu.default,))[pick % 3]
+    at = pick // 3 % 2
+
+    def make(x):
+        wide = edits.add(module, x.next, aten.cat.default, [x, x], -1)
+        bias = behind(module, wide, (aten.select.int, 0, 0), (aten.sigmoid.default,))
+        op, *args = pointwise
+        wide = edits.add(module, bias.next, op, wide, *([bias] if args else []))
+        halves = behind(module, wide, (aten.split.Tensor, width, -1))
+        gate = edits.add(module, halves.next, operator.getitem, halves, 1 - at)
+        end = module.graph.output_node()
+        edits.also_return(module, edits.add(module, end, READS[pick // 6 % 3], gate))
+        return edits.add(module, halves.next, operator.getitem, halves, at)
+
+    put_between(module, node, -1, make)
+
+
+def destination(module, node, pick):
+    """A value, or a part of it, is where another is copied to, or what is copied."""
+    if is_float(node):
+        which, pick = pick % 4, pick // 4
+
+        def make(x):
+            twin = _twin(module, x, pick)
+            last = max(x, twin)
+            if which == 0:
+                return edits.add(module, last.next, aten.copy.default, x, twin)
+            if which == 1:
+                return edits.add(module, last.next, aten.copy.default, twin, x)
+            part, other = (
+                behind(module, each, (aten.slice.Tensor, -1, 2, 6)) for each in (x, twin)
+            )
+            pair = (part, other) if which == 2 else (other, part)
+            copied = edits.add(module, max(pair).next, aten.copy.default, *pair)
+            base = twin if which == 3 else x
+            after = max(copied, base).next
+            return edits.add(module, after, aten.slice_scatter.default, base, copied, -1, 2, 6)
+
+        put_between(module, node, pick // 4, make)
+
+
 # Twice: those that the rules of aliases, of rows and of the scale are about.
-STEPS = (*[alias, some_rows, scale_of_output] * 2, all_rows, read, write_again)
+STEPS = (
+    *[alias, some_rows, scale_of_output] * 2, all_rows, read, write_again,
+    buffered, constants, split, destination,
+)  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mla_fusion.cli.bench.kit import agreement
+from mla_fusion.measure.distances import agreement
 from tests import aiter_double
 from tests.aiter_double.versions import DECODE, GLUON, PLANNER
 from tests.rocm import imitation, steps

@@ -44,7 +44,7 @@ def cannot_cap(cap: int) -> str:
 
 
 def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> selection.Verdict:
-    """That of a step of a plan: sequences of up to `query_len` query rows."""
+    """AITER's verdict on a step of a plan: sequences of up to `query_len` query rows."""
     return selection.aiter_verdict(
         settings.num_heads, query_len, settings.q_dtype, settings.kv_dtype,
         gpu.of(settings.device).arch, return_lse=return_lse,

@@ -1,4 +1,4 @@
-"""Which shapes AITER's persistent decode serves, and how well; and what the installed AITER has.
+"""The shapes that AITER's persistent decode serves, and what the installed AITER has.
 
 The tables follow AITER's kernel manifests and planner up to v0.1.20, and public reports on them,
 which were read: nothing here has run on AMD hardware.
@@ -111,7 +111,7 @@ def unsupported_widths(latent: int, rope: int) -> str:
 
 
 def _kind(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """How AITER names the pair of types; empty if no kernel takes it."""
+    """AITER's name of the pair of types; empty if no kernel takes it."""
     if q_dtype == torch.bfloat16 and kv_dtype in FP8_DTYPES:
         return "bf16 over fp8"
     same = {torch.bfloat16: "bf16", **dict.fromkeys(FP8_DTYPES, "fp8")}
@@ -141,6 +141,6 @@ def installed_planner() -> tuple[Callable[..., Any], Callable[..., Any], tuple[s
 
 
 def sizes_with_cap() -> bool:
-    """Whether the buffers can be sized for max_split_per_batch: v0.1.16 or newer."""
+    """True if the buffers can be sized for max_split_per_batch: v0.1.16 or newer."""
     name = "get_mla_metadata_info_v1"
     return "max_split_per_batch" in fused_region.parameters(installed_planner()[0], name)

@@ -44,7 +44,7 @@ def rows_and_waves(
 
 @functools.cache
 def converts_e4m3fn() -> bool:
-    """Whether Triton has the instructions of CDNA 4 for e4m3fn; its own code takes registers."""
+    """True if Triton has the instructions of CDNA 4 for e4m3fn; its own code takes registers."""
     return triton_version() >= (3, 7)
 
 

@@ -332,7 +332,7 @@ kernel: Any = mla_decode_cdna
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with."""
+    """Grid, arguments and options of the launch."""
     q, cache, arch = given.q, given.kv_cache, gpu.of(given.q.device).arch
     rows, waves = rows_and_waves(arch, given.rows, q.dtype, cache.dtype, cache.shape[1])
     tensors = q, cache, given.block_table, *given.results

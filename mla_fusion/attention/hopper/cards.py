@@ -100,7 +100,7 @@ def sparse_specialized(given: Inputs) -> str:
 
 
 def _of_scale(given: Inputs) -> str:
-    """Where it is positive, the largest product of a row has its largest score."""
+    """The scale must be positive: then the largest product of a row has its largest score."""
     scale = given.softmax_scale
     return "" if scale > 0 else f"it takes a positive scale of the scores, got {scale}"
 
@@ -152,9 +152,8 @@ def _of_warp_specialized(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
 
 
 def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
-    """With 16 query rows at most, two CTAs fit an SM if its shared memory holds their tiles, and
-    hide each other's latency: with fp8 and 512 + 64, at batch 64 and 8192 tokens, that took 97 us,
-    one CTA 136."""
+    """Two CTAs an SM for up to 16 query rows, if its shared memory holds the tiles of both. They
+    hide each other's latency: 97 us instead of 136 with fp8 and 512 + 64, at 64 x 8192 tokens."""
     if of.scopes:
         return None
     plan = {"kv_granularity": TILE, "overhead": OVERHEAD}

@@ -1,6 +1,6 @@
-"""What kernels for Hopper (sm_90) share: the work items of a plan, boxes and layouts of tiles, and
-pairs of neighbours in integers: the bytes of a 16-bit one are two e4m3 latents of a token.
-"""
+"""Parts that kernels for Hopper (sm_90) share: the work items of a plan, boxes and layouts of
+tiles, and pairs of neighbours in integers: the bytes of a 16-bit one are two e4m3 latents of a
+token."""
 
 import functools
 from collections import namedtuple

@@ -259,7 +259,7 @@ kernel = mla_decode_hopper
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
     rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
     cache, plan = given.kv_cache, given.plan
     # CTAs that share SMs, or, in a step with work for half of them, have one each. A graph replays

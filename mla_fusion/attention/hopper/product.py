@@ -162,7 +162,7 @@ def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:
 
 
 def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
     out, tokens = epilogue.out, len(latents)

@@ -323,7 +323,7 @@ kernel = mla_sparse_hopper_fp8
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
     cache, e4m3 = given.kv_cache, given.plan.settings.kv_dtype
     args = (
         given.q, *(cache.view(dtype) for dtype in (e4m3, torch.bfloat16, torch.float32)),

@@ -205,7 +205,7 @@ kernel = mla_sparse_hopper_ws
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
     sparse, plan = given.sparse, given.plan
     assert sparse is not None, "`fits` has asked for it"
     caches = given.kv_cache, sparse.extra.kv_cache

@@ -109,7 +109,7 @@ def load_quarter(entries, NUMBER: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def load_scales(entries, form: gl.constexpr):
-    """Of each quarter: fp32, or an integer of four exponents."""
+    """Load the scales of each quarter: fp32, or an integer of four exponents."""
     scales = ()
     for i in gl.static_range(2 if form.layout.behind else 4):
         scale = gl.load(entries.scales + i, mask=entries.slots >= 0, other=0)

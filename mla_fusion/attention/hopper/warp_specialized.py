@@ -135,7 +135,7 @@ kernel = mla_decode_hopper_ws
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with (also for compiling without a GPU)."""
+    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
     latent, rotated = given.widths
     args = (
         given.block_table, *given.results, *given.scales, *given.strides[2:],

@@ -25,7 +25,7 @@ def give_last(m, l, sink, shared, sent):
 
 @gluon.jit
 def take(shared, received, output: gl.constexpr):
-    """What the other warpgroup has given as number `received`: P as an operand, and factors."""
+    """Take number `received` from the other warpgroup: P as an operand, and factors."""
     mbarrier.wait(shared.full, received & 1)
     factors = shared.factors.load(gl.SliceLayout(1, output))
     p = shared.p.load(gl.DotOperandLayout(0, output, 2))

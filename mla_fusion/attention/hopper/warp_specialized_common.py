@@ -1,5 +1,5 @@
-"""What the warps of warp-specialized decode kernels share: shared memory, a warp that copies, and
-what a warpgroup does with 64 query rows. Scores are [rows, tokens]; four threads have a row.
+"""Parts that the warp-specialized decode kernels share: shared memory, a warp that copies, and the
+work of a warpgroup on 64 query rows. Scores are [rows, tokens]; four threads have a row.
 """
 
 from collections import namedtuple
@@ -61,7 +61,7 @@ def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[TensorDesc
 
 @gluon.jit
 def turn_of(number, COUNT: gl.constexpr):
-    """Which of COUNT buffers, two or four, number `number` has, and the phase of its barriers."""
+    """The buffer of number `number` among COUNT, two or four, and the phase of its barriers."""
     # By bits: `number` is signed to the compiler, and a signed remainder takes more instructions.
     LOG2: gl.constexpr = COUNT // 2
     return number & (COUNT - 1), (number >> LOG2) & 1
@@ -170,7 +170,7 @@ def see(s, token, item, limit, factor, m, SLACK: gl.constexpr = 0):
 
 @gluon.jit
 def raised(s, factor, m, SLACK: gl.constexpr = 0):
-    """What `see` returns, of scores that are -inf where a row does not see a token."""
+    """The same as `see` returns, for scores that are -inf where a row does not see a token."""
     highest = gl.max(s, 1) * factor
     new_m = gl.maximum(m, highest) if SLACK == 0 else gl.where(highest > m + SLACK, highest, m)
     # A row that has seen nothing keeps a P of zero, not NaN.
@@ -250,7 +250,7 @@ def store_part(acc, work, item, target, FIRST: gl.constexpr, form: gl.constexpr)
 
 @gluon.constexpr_function
 def pairs_layout(pairs):
-    """That of products [pairs, rows], of [pairs, groups, 8 rows]."""
+    """Layout of products [pairs, rows], read as [pairs, groups, 8 rows]."""
     registers = [[0, 0, 1], [8, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [pairs, 8, 8])

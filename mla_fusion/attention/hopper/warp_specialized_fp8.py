@@ -121,7 +121,7 @@ def score(
 
 @gluon.jit
 def of_half(left, right, at, RIGHT: gl.constexpr):
-    """What a half of the tile in buffer `at` has: one of `left`, or two of `right`."""
+    """Barriers of a half of the tile in buffer `at`: one of `left`, or two of `right`."""
     return (right.index(2 * at), right.index(2 * at + 1)) if RIGHT else (left.index(at),)
 
 

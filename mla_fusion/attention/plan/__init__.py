@@ -1,1 +1,1 @@
-"""What a plan is, who makes it, and what every kernel knows of it and of its device."""
+"""The plan of a decode, its planners, and the parts of both that every kernel reads."""

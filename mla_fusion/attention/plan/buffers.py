@@ -28,7 +28,7 @@ PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh write
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a plan depends on besides lengths, as in `Settings`; fold: head blocks of a sequence."""
+    """The constants of a planner, as in `Settings`; fold: head blocks of a sequence."""
 
     ctas: int
     fold: int
@@ -142,7 +142,7 @@ class Step:
 
 @dataclasses.dataclass(eq=False)
 class Companions:
-    """What AITER's decode takes besides the plan, and what corrects its result.
+    """Tensors that AITER's decode takes besides the plan, and tensors that correct its result.
 
     AITER gets as many rows of every sequence as its kernel is for: those of a shorter query last,
     in front of them any. N = max_batch * max_query_len query rows become M >= N of AITER's.

@@ -1,4 +1,4 @@
-"""What decode kernels of several rooms share, in Triton: work items and the online softmax."""
+"""Triton code that decode kernels of several rooms share: work items and the online softmax."""
 
 from collections import namedtuple
 

@@ -1,4 +1,4 @@
-"""What may follow the attention in the same call: the product with W_UV and an fp8 quantization.
+"""The epilogue of an attention call: the product with W_UV and an fp8 quantization.
 
 The quantizations are vLLM's, so that its linear layers take the result: `per_token_group_quant_fp8`
 with groups of 128 and fp32 scales, which DeepGEMM wants rounded to powers of two (ue8m0), and
@@ -22,13 +22,13 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def in_groups(quantization: str) -> bool:
-    """Whether an `Epilogue.quantization` writes a scale for each group."""
+    """True if an `Epilogue.quantization` writes a scale for each group."""
     return quantization.startswith("group")
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What follows the attention of a layer. With A = bf16 or fp16, the type of w_uv:
+    """Product and quantization behind the attention of a layer; A is the type of w_uv:
 
         latent[t, h]  = attention, merged in fp32, rounded to A
         y[t, h]       = latent[t, h] @ w_uv[h], summed in fp32, rounded to A
@@ -59,7 +59,7 @@ class Epilogue:
 
     @property
     def scale_strides(self) -> tuple[int, ...]:
-        """Of a token and of a group, in elements; 0 without scales of groups."""
+        """Strides of a token and of a group of scales, in elements; 0 without scales of groups."""
         return (0, 0) if self.scale is None or self.scale.dim() == 1 else self.scale.stride()
 
     def validate(self, tokens: int, heads: int, latent: int) -> dict[str, torch.Tensor]:

@@ -27,8 +27,8 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """What sparse decode adds. extra: the scope after the first one; lens: [B] int32, how many of
-    the first scope's `first` columns count; sink: [H] fp32 or None."""
+    """Arguments that sparse decode adds. extra: the scope after the first one; lens: [B] int32, how
+    many of the first scope's `first` columns count; sink: [H] fp32 or None."""
 
     extra: Scope
     first: int
@@ -38,7 +38,7 @@ class Sparse:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is known of a decode when its kernel is compiled. ENTRY: stride of tokens in a page of
+    """Compile-time constants of a decode kernel. ENTRY: stride of tokens in a page of
     PAGE. HEADS, FOLD: of the plan's layout. SPARSE: the table lists slots. A sequence is FIRST
     tokens of the first scope, then those of the `EXTRA_` scope. SINK, LSE: whether there is one."""
 
@@ -95,7 +95,8 @@ class Inputs:
 
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
-        """What every decode kernel writes, and the plan: in the order of its arguments."""
+        """The tensors that every decode kernel writes, then the plan, in the order of its
+        arguments."""
         plan = self.plan
         return (
             self.out, self.or_unused(self.lse), plan.partial_output, plan.partial_lse,
@@ -110,7 +111,7 @@ class Inputs:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of query, output and table."""
+        """Strides of query, output and table."""
         return *self.q.stride()[:2], *self.out.stride()[:2], self.block_table.stride(0)
 
     @property

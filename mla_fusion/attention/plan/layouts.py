@@ -31,9 +31,9 @@ EXPONENTS = 8  # bytes of the scales of an entry behind the data of its page
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Where an entry of a byte cache has its parts: how many bytes, of which the first `quantized`
-    are e4m3 values, `group` of which share a scale: stored = value / scale. latent: values that are
-    summed, `v_head_dim` of the scratch. behind: scales are ue8m0, behind the data of all tokens of
+    """The parts of an entry in a cache of bytes. The first `quantized` of its bytes are e4m3
+    values, and each `group` of them shares a scale: stored = value / scale. latent: the latent
+    width, the values that are summed. behind: scales are ue8m0, behind the data of all tokens of
     the page; else fp32, behind the entry's own e4m3 values."""
 
     bytes: int

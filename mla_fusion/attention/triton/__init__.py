@@ -123,6 +123,6 @@ def plan_settings(
     num_heads: int, max_query_len: int, kv_dtype: torch.dtype, width: int,
     device: torch.device | str,
 ) -> dict[str, int]:  # fmt: skip
-    """What to allocate a plan with for the kernel of such decodes: keywords of `allocate`."""
+    """Keyword arguments of `allocate` for the kernel that runs such decodes."""
     decodes = Decodes(num_heads, max_query_len, kv_dtype, width)
     return cards.settings(gpu.of(device), decodes)

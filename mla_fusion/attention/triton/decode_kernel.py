@@ -231,7 +231,7 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tup
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the kernel is launched with."""
+    """Grid, arguments and options of the launch."""
     latent, rope = given.widths
     is_amd = gpu.of(given.q.device).vendor == "AMD"
     rows, warps = tile(given.rows, latent, rope, given.layout is not None, is_amd)

@@ -52,7 +52,7 @@ kernel: Any = mla_quantize
 
 
 def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:
-    """What the kernel is launched with for a dense product [T, H * V] (also for compiling)."""
+    """Grid, arguments and options of the launch for a dense product [T, H * V]."""
     out, (tokens, width) = epilogue.out, product.shape
     most = largest(out.dtype)
     # A negative LIMIT: the conversion clamps by itself.

@@ -95,7 +95,7 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
 
 
 def arguments(given: Inputs) -> Launch:
-    """What the reduction of a step is launched with."""
+    """Grid, arguments and options of the reduction of a step."""
     plan, out, (latent, _) = given.plan, given.out, given.widths
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.layout.fold

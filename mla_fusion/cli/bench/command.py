@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.cli import UserError, positive, require_gpu
-from mla_fusion.cli.bench import decode, region, region_cases
-from mla_fusion.cli.bench.kit import environment, measure_ceilings
+from mla_fusion.cli.bench import decode, region
+from mla_fusion.measure import region_cases
+from mla_fusion.measure.records import environment
+from mla_fusion.measure.timing import measure_ceilings
 
 MODULES = {"region": region, "decode": decode}
 DEFAULTS: dict[str, dict[str, Any]] = {name: each.DEFAULTS for name, each in MODULES.items()}

@@ -18,10 +18,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
-from mla_fusion.cli.bench import decode_peers as peers
-from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.decode_peers import Case
-from mla_fusion.cli.bench.kit import TIMES, Ceilings, Row
+from mla_fusion.cli.bench import pick
+from mla_fusion.measure import decode_peers as peers
+from mla_fusion.measure import distances, records, timing
+from mla_fusion.measure.decode_peers import Case
+from mla_fusion.measure.records import Row
+from mla_fusion.measure.timing import TIMES, Ceilings
 
 STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
 CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
@@ -40,14 +42,14 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], _: Ceilings) -> 
     """Measure the grid and print the summary; whether ours passed the check in every shape."""
     types = [TYPES[name] for name in TYPES if getattr(settings, name)] or [*TYPES.values()]
     offered = itertools.chain(*(peers.CANDIDATES[dtype] for dtype in types))
-    names = kit.pick(settings.peers, dict.fromkeys(offered))
+    names = pick(settings.peers, dict.fromkeys(offered))
     cases = grid(settings, types)
     if OURS in names:
         compile_ours(cases)
     torch.manual_seed(0)
 
     rows = functools.partial(measure, names=names, rounds=settings.rounds)
-    found = kit.table(settings.csv, facts, CASE + RESULT, cases, rows)
+    found = records.table(settings.csv, facts, CASE + RESULT, cases, rows)
     summary(found)
     timed = "decode and product" if settings.values else "decode"
     print(f"microseconds per {timed}; ! marks a failed check. Rows: {settings.csv}")
@@ -101,10 +103,10 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
     known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
     candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
     rows, told, work = [], [], (case.bytes(), case.flops())
-    for name, error, times in kit.compare(
+    for name, error, times in timing.compare(
         candidates, lambda name: peers.build(inputs, candidates[name]), len(inputs.caches), rounds
     ):
-        row = known | kit.rates(*work, times) | {"candidate": name, "error": error}
+        row = known | timing.rates(*work, times) | {"candidate": name, "error": error}
         rows.append(row | {"vllm_default": int(name == default)})
         mark = "" if is_right(row) else "!"
         rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"
@@ -114,14 +116,14 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
 
 
 def is_right(row: Row) -> bool:
-    """Whether a row passed its check; NaN did not."""
+    """True if a row passed its check; NaN did not."""
     return bool(row["error"] <= peers.TOLERANCE)
 
 
 def summary(rows: list[Row]) -> None:
     """Geometric means against each peer, the shapes in which it is faster, and who was wrong."""
     ratios: dict[tuple[str, str], dict[tuple[int, ...], float]] = {}
-    for (heads, queries, dtype, *step), us in kit.medians(rows, [*LAYER, *STEP]).items():
+    for (heads, queries, dtype, *step), us in records.medians(rows, [*LAYER, *STEP]).items():
         layer = Case(0, 0, heads, TYPES[dtype], queries=queries).name
         for peer in us if OURS in us else ():
             if peer != OURS:
@@ -136,4 +138,4 @@ def summary(rows: list[Row]) -> None:
     for name in dict.fromkeys(row["candidate"] for row in rows if not is_right(row)):
         errors = [r["error"] for r in rows if r["candidate"] == name and not is_right(r)]
         off = f"by more than {peers.TOLERANCE} in {len(errors)} shapes"
-        print(f"{name} is off {off}, by {kit.worst(errors):.2g} at most")
+        print(f"{name} is off {off}, by {distances.worst(errors):.2g} at most")

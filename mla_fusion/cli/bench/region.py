@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.cli.bench import kit, region_cases
-from mla_fusion.cli.bench.kit import TIMES, Call, Ceilings, Row
-from mla_fusion.cli.bench.region_cases import ACTIVATION_SETS, BLOCK, SCALE, Layer, Region
+from mla_fusion.cli.bench import pick
 from mla_fusion.kernels import dispatch, get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.measure import records, region_cases, timing
+from mla_fusion.measure.records import Row
+from mla_fusion.measure.region_cases import ACTIVATION_SETS, BLOCK, SCALE, Layer, Region
+from mla_fusion.measure.timing import TIMES, Call, Ceilings
 
 EQUAL, STEPS = 0.995, 1  # least share of equal elements, and most steps, of a result that counts
 # "query" is the type of query and cache, "equal" the share of elements that equal the reference
@@ -43,7 +45,7 @@ def workspace(region: Region) -> torch.Tensor:
 
 
 def chosen_plan(region: Region) -> Plan:
-    """What the dispatch table says for this case."""
+    """The launch plan of the dispatch table for this case."""
     case, table = region.case, dispatch.device_table(gpu.of(region.calls[0].q.device))
     return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
 
@@ -61,7 +63,7 @@ def plain(given: Inputs) -> None:
 
 
 def plain_and_ours(given: Inputs) -> None:
-    """What is left of a programmatic launch in an engine."""
+    """A small kernel, then ours: the gain that a programmatic launch keeps in an engine."""
     plain(given)
     provider.fused_mla_decode_prep(given)
 
@@ -186,7 +188,7 @@ OWN_ROUNDING: dict[str, Callable[[Region], Layer]] = {
 
 
 def counts(row: Row) -> bool:
-    """Whether the time of a row counts: nearly all elements equal the specification, and none is
+    """True if the time of a row counts: nearly all elements equal the specification, and none is
     more than a step off. A peer that rounds the rotated half twice is many steps off where the sum
     cancels; it counts if every element is what its own roundings give."""
     if row["equal"] == "":
@@ -197,7 +199,7 @@ def counts(row: Row) -> bool:
 
 def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilings) -> bool:
     """Measure the region; whether ours passed every check."""
-    names = kit.pick(settings.peers, PEERS)
+    names = pick(settings.peers, PEERS)
     widths = Widths(*(getattr(settings, name) for name in Widths._fields))
 
     def work() -> Iterator[Region]:
@@ -208,7 +210,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilin
                 yield region_cases.make_region(case, weights)
 
     rows = functools.partial(measure, names=names, rounds=settings.rounds, ceilings=ceilings)
-    found = kit.table(settings.csv, facts, COLUMNS, work(), rows)
+    found = records.table(settings.csv, facts, COLUMNS, work(), rows)
     print(f"microseconds per layer; ! marks a failed check. Rows: {settings.csv}")
     return all(counts(row) for row in found if row["candidate"].endswith("triton"))
 
@@ -231,9 +233,9 @@ def measure(region: Region, names: list[str], rounds: int, ceilings: Ceilings) -
     plan = str(dataclasses.asdict(chosen_plan(region)))
     shape = {"query": "fp8" if case.fp8 else "bf16", **case.widths._asdict()}
     shape |= {"tokens": case.tokens, "heads": case.heads, "floor_us": floor}
-    for name, check, times in kit.compare(names, build, len(region.calls), rounds):
+    for name, check, times in timing.compare(names, build, len(region.calls), rounds):
         of_ours = {"plan": plan if name == "triton" else ""}
-        found.append(shape | {"candidate": name} | kit.rates(*work, times) | check | of_ours)
+        found.append(shape | {"candidate": name} | timing.rates(*work, times) | check | of_ours)
     shown = (f"{r['candidate']} {r['p50_us']:.2f}{'' if counts(r) else '!'}" for r in found)
     print(f"T={case.tokens:4d} H={case.heads:4d} floor {floor:6.2f} |", " | ".join(shown))
     return found

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mla_fusion.cli.bench.decode import OURS, TYPES
-from mla_fusion.cli.bench.kit import TIMES
+from mla_fusion.measure.timing import TIMES
 from mla_fusion.runtime import measured
 
 BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA",
@@ -32,10 +32,15 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             table["shapes"].append({
                 "dtype": str(TYPES[dtype])[6:], "heads": heads, "queries": queries,
                 "backend": backend, "values": values, **{name: ours[name] for name in FACTS},
-                "rows": [[*step, *(float(f"{float(row[t]):.4g}") for row in pair for t in TIMES)]
-                         for step, pair in pairs.items()],
+                "rows": [_row(step, pair) for step, pair in pairs.items()],
             })  # fmt: skip
     return found
+
+
+def _row(step: tuple[int, ...], pair: Iterable[Mapping[str, Any]]) -> measured.Row:
+    """Both times of a step, in four digits."""
+    times = [float(f"{float(timed[name]):.4g}") for timed in pair for name in TIMES]
+    return measured.Row._make([*step, *times])
 
 
 def text(table: Mapping[str, Any]) -> str:

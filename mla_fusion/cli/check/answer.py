@@ -24,7 +24,7 @@ class Settings(argparse.Namespace):
 
     @property
     def requests(self) -> int:
-        """How many run at once: --max-num-seqs, or the number that is assumed without it."""
+        """Requests at once: --max-num-seqs, or the number that is assumed without it."""
         return int(self.max_num_seqs or _REQUESTS)
 
     @property
@@ -70,7 +70,7 @@ class Settings(argparse.Namespace):
 
 @dataclass(frozen=True)
 class Answer:
-    """What `mla-fusion check` prints, as text or as JSON."""
+    """The answer of `mla-fusion check`, as text or as JSON."""
 
     model: str  # the architecture
     settings: Settings  # for which it was asked
@@ -92,7 +92,7 @@ class Answer:
 
     @property
     def fuses(self) -> bool:
-        """Whether every MLA layer does."""
+        """True if every MLA layer does."""
         fused, layers = self.layers
         return 0 < fused == layers
 

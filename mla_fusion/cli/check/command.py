@@ -17,6 +17,7 @@ from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
 from mla_fusion.config import eligibility
+from mla_fusion.measure.versions import version_of
 from mla_fusion.report.reasons import Decline, Declined, recognize
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
@@ -94,7 +95,7 @@ def find(settings: Settings) -> Answer:
     outcome = _ask_engine(settings, cut, not lacks)
     why, stored = _reasons(outcome.report, outcome.warnings), outcome.report
     if settings.kv_cache_dtype.startswith("fp8"):
-        triton = cli.version_of("triton")
+        triton = version_of("triton")
         notes += [
             f"  on {each['arch']} with the Triton that is installed here, {triton}: {each['text']}"
             for each in ISSUES
@@ -206,7 +207,7 @@ def _backends(settings: Settings, cut: model_config.Cut, architecture: str) -> d
 
 
 def _ask_engine(settings: Settings, cut: model_config.Cut, run_it: bool) -> child.Outcome:
-    """That of an engine with the cut model and the flag on."""
+    """The report of an engine with the cut model and the flag on."""
     with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
         work = Path(folder)
         try:

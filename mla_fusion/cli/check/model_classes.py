@@ -47,13 +47,13 @@ def breakable(vllm: Path) -> set[str]:
 
 
 def is_known(architecture: str) -> bool:
-    """Whether vLLM has a model class of that name, or Transformers, whose classes vLLM can wrap."""
+    """True if vLLM has a model class of that name, or Transformers, whose classes vLLM can wrap."""
     models = _folder("transformers") / "models/auto/modeling_auto.py"
     return architecture in _registry() or f', "{architecture}")' in models.read_text()
 
 
 def may_build_mla(architecture: str) -> bool:
-    """Whether vLLM's class builds MLA layers, as far as its source says. MiniCPM3's does not,
+    """True if vLLM's class builds MLA layers, as far as its source says. MiniCPM3's does not,
     although its config has a latent: it expands that and runs multi-head attention."""
     modules = set(_registry().values())
     seen = [_registry().get(architecture, "")]
@@ -67,7 +67,7 @@ def may_build_mla(architecture: str) -> bool:
 
 
 def knows_type(name: str) -> bool:
-    """Whether vLLM or Transformers names a model type where they keep their configurations."""
+    """True if vLLM or Transformers names a model type where they keep their configurations."""
     named = re.compile(rf'"{re.escape(name)}"|\b{re.escape(name)}="')
     folders = [_folder("vllm") / each for each in ("transformers_utils", "config")]
     folders.append(_folder("transformers") / "models/auto")
@@ -76,7 +76,7 @@ def knows_type(name: str) -> bool:
 
 
 def is_draft_head(architecture: str) -> bool:
-    """Whether vLLM lists a class among those for speculative decoding."""
+    """True if vLLM lists a class among those for speculative decoding."""
     _, _, table = _source("registry").partition("\n_SPECULATIVE_DECODING_MODELS = {\n")
     return f'"{architecture}"' in table.partition("\n}\n")[0]
 

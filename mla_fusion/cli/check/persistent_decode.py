@@ -17,7 +17,7 @@ _SHARED = (
 
 
 def ask(settings: Settings, cut: Cut) -> list[str]:
-    """What a persistent decode does on a GPU, in lines; Declined if it does not take the model."""
+    """Lines on the persistent decode of a GPU; raises Declined if it does not take the model."""
     if settings.decode_context_parallel_size > 1:
         if settings.attention in config.PLANNED:
             raise Declined("context-parallel", f"attention={settings.attention}")

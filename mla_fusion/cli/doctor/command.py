@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from mla_fusion import __version__, config, gpu, kernels
-from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short, version_of
+from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
+from mla_fusion.measure.versions import version_of
 from mla_fusion.runtime import measured
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
@@ -136,12 +137,12 @@ def _why_no_plugin() -> str:
 
 
 def _is_nearly(name: str) -> bool:
-    """Whether someone who wrote `name` in VLLM_PLUGINS meant this plugin."""
+    """True if someone who wrote `name` in VLLM_PLUGINS meant this plugin."""
     return name.strip(" \t\"'").lower().replace("-", "_") == _PLUGIN
 
 
 def _mend_metadata() -> str:
-    """What to do about an entry point that is missing or fails: the first metadata of this library
+    """Advice on an entry point that is missing or fails: the first metadata of this library
     on sys.path, which hides any other, may be left from an older build."""
     first = next(iter(metadata.distributions(name="mla-fusion")), None)
     if first is None:
@@ -156,12 +157,13 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def is_before(version: str, limit: str) -> bool:
-    """Whether a version is older than `limit`; that of a missing package, empty, is not."""
+    """True if a version is older than `limit`; that of a missing package, empty, is not."""
     return bool(version) and numbers(version) < numbers(limit)
 
 
 def examine() -> dict[str, Any]:
-    """What `--json` prints: the environment, the problems that rule fusion out, known trouble."""
+    """The content of `--json`: the environment, the problems that rule fusion out, known
+    trouble."""
     found = probe()
     vllm, error, providers = found["vllm"], found["vllm_error"], found["providers"]
     names = _SERVING[found["platform"]]

@@ -20,8 +20,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run it; 0 if every kernel that runs here is right, else 1."""
     require_gpu()
-    from mla_fusion.cli.bench.kit import environment
     from mla_fusion.cli.selftest.kernels import NAMES, run_checks
+    from mla_fusion.measure.records import environment
 
     began, facts = time.monotonic(), environment()
     print(*(f"{name} {value}" for name, value in facts.items() if value), sep=", ", flush=True)

@@ -14,10 +14,10 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.card import Card, Shape
 from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs, validate
-from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import exact_attention, make_epilogue, make_w_uv
-from mla_fusion.cli.selftest import outcome
-from mla_fusion.cli.selftest.outcome import Outcome
+from mla_fusion.measure import outcome
+from mla_fusion.measure.decode_peers import TOLERANCE
+from mla_fusion.measure.distances import exact_attention, make_epilogue, make_w_uv
+from mla_fusion.measure.outcome import Outcome
 
 BF16 = torch.bfloat16
 SCALE = 0.5  # of an fp8 query, and of an fp8 cache
@@ -31,7 +31,7 @@ NEEDED = 12 * 2**30  # bytes that must be free for it
 
 
 class Bench(outcome.Bench):
-    """Of a shape, decoded by the kernel of a card, or by the one that is chosen."""
+    """A shape, decoded by the kernel of a card, or by the kernel that is chosen for it."""
 
     def __init__(self, card: Card | None, shape: Shape, longest: int, device: str) -> None:
         torch.manual_seed(0)

@@ -23,7 +23,7 @@ from mla_fusion.attention.card import Shape
 from mla_fusion.attention.cdna.cards import why_no_sparse
 from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, planner, region, sparse
-from mla_fusion.cli.selftest.outcome import CannotRun, Outcome
+from mla_fusion.measure.outcome import CannotRun, Outcome
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
 SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
@@ -99,7 +99,7 @@ def run(job: Job, progress: TextIO) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Row:
-    """What became of a kernel."""
+    """The verdict on a kernel."""
 
     kernel: str
     cases: int = 0

@@ -10,7 +10,7 @@ import torch
 from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
-from mla_fusion.cli.selftest.outcome import Outcome
+from mla_fusion.measure.outcome import Outcome
 
 LONGEST = 8  # query rows
 # What the planner is compiled for: max_batch, heads (16, 32 and 128 are 1, 2 and 8 head blocks

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from mla_fusion.cli.bench.kit import POISON, agreement, capture_calls, steps, storage
-from mla_fusion.cli.bench.region_cases import Case, build, run
-from mla_fusion.cli.selftest.outcome import Outcome, different_bytes
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.measure.distances import POISON, agreement, steps, storage
+from mla_fusion.measure.outcome import Outcome, different_bytes
+from mla_fusion.measure.region_cases import Case, build, run
+from mla_fusion.measure.timing import capture_calls
 
 reference = get_provider("reference")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -128,10 +129,10 @@ def absorb_interval(
 
 
 def judge(inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> tuple[int, int]:
-    """How many elements of a query `got` [T, H, L + R] deviate from `want`, the reference's, and
-    how many of the absorbed half do not, though over a step off. The rotated half must be equal;
-    the absorbed half within one step, or within what an fp32 sum in some order gives; in fp8 within
-    one step, and equal in 99.9 % of the elements."""
+    """Number of elements of a query `got` [T, H, L + R] that deviate from `want`, the reference's,
+    and number of elements of its absorbed half that do not, though over a step off. The rotated
+    half must be equal; the absorbed half within one step, or within what an fp32 sum in some order
+    gives; in fp8 within one step, and equal in 99.9 % of the elements."""
     q, w = inputs.q, inputs.w_uk_t
     nope, latent = w.shape[1:]
     if inputs.q_factor is not None:

@@ -14,10 +14,10 @@ from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
-from mla_fusion.cli.bench.decode_peers import TOLERANCE
-from mla_fusion.cli.bench.kit import exact_attention
-from mla_fusion.cli.selftest import outcome
-from mla_fusion.cli.selftest.outcome import Outcome
+from mla_fusion.measure import outcome
+from mla_fusion.measure.decode_peers import TOLERANCE
+from mla_fusion.measure.distances import exact_attention
+from mla_fusion.measure.outcome import Outcome
 
 BF16 = torch.bfloat16
 PAGE, NOWHERE = 64, 2**30
@@ -27,8 +27,9 @@ LSE_BF16, LSE_FP8 = 1e-4, 2e-3  # a query in fp8 is summed in fewer bits than fp
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What kernels are compiled for. layout: of a cache of bytes. q, kv: types; columns: of each
-    scope. latent: summed values of a cache without a layout, which has WIDE rotated ones too."""
+    """The properties that a kernel is compiled for. layout: of a cache of bytes. q, kv: types;
+    columns: of each scope. latent: summed values of a cache without a layout, which has WIDE
+    rotated ones too."""
 
     heads: int
     columns: tuple[int, ...] = (2048,)
@@ -73,7 +74,7 @@ def make_bank(variant: Variant, count: int, device: str) -> tuple[list[torch.Ten
 
 
 class Bench(outcome.Bench):
-    """Of a variant."""
+    """The tensors and cases of a variant."""
 
     bound = TOLERANCE
 

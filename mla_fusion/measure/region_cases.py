@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.cli.bench import kit
-from mla_fusion.cli.bench.kit import POISON, poisoned
 from mla_fusion.kernels import get_provider
 from mla_fusion.kernels.dispatch import Widths
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.measure import distances
+from mla_fusion.measure.distances import POISON, poisoned
 
 DEEPSEEK, BLOCK = Widths(nope=128, rope=64, latent=512), 64
 # By the names in a model's config.json.
@@ -121,7 +121,7 @@ def build(case: Case, device: str = "cpu") -> Inputs:
 def run(module: Any, inputs: Inputs, **extra: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a provider on copies of the outputs; returns the query and the raw cache storage."""
     cache, out = inputs.kv_cache, poisoned(inputs.q_out)
-    raw = kit.storage(cache).clone()
+    raw = distances.storage(cache).clone()
     copy = raw.view(cache.dtype).as_strided(cache.shape, cache.stride())
     given = inputs._replace(kv_cache=copy, q_out=out)
     assert module.fused_mla_decode_prep(given, **extra) is out
@@ -168,12 +168,12 @@ Layer = Callable[[Inputs], torch.Tensor | None]
 
 
 def agreement(region: Region, layer: Layer, expected: Layer | None = None) -> tuple[float, int]:
-    """`kit.agreement` of the query and cache of one layer with those of `expected`, by default the
-    reference, on copies: some peers rotate q in place."""
+    """`distances.agreement` of query and cache of one layer with those of `expected`, by default
+    the reference, on copies: some peers rotate q in place."""
     source, results = region.calls[0], []
     for run in (layer, expected or get_provider("reference").fused_mla_decode_prep):
         given = source._replace(q=source.q.clone(), k_pe=source.k_pe.clone())
         given = given._replace(q_out=poisoned(given.q_out), kv_cache=poisoned(given.kv_cache))
         query = run(given)
         results.append((given.q_out if query is None else query, given.kv_cache))
-    return kit.agreement(*zip(*results, strict=True))
+    return distances.agreement(*zip(*results, strict=True))

@@ -12,7 +12,8 @@ import torch
 from mla_fusion import gpu
 from mla_fusion.attention import Epilogue, PersistentDecodePlan, persistent_mla_decode
 from mla_fusion.attention.triton import plan_settings
-from mla_fusion.cli.bench.kit import Call, distance, exact_attention, make_w_uv, worst
+from mla_fusion.measure.distances import distance, exact_attention, make_w_uv, worst
+from mla_fusion.measure.timing import Call
 
 PAGE = 64
 FP8, BF16 = gpu.fp8_type(), torch.bfloat16
@@ -53,12 +54,12 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Of a query and of a cache entry."""
+        """Width of a query and of a cache entry, L + R."""
         return self.latent + self.rope
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the scores."""
         return float(self.width**-0.5)
 
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a check of a kernel yields, one outcome a case; and the cases of a decode."""
+"""The outcome of each case of a kernel's check, and the cases of a decode."""
 
 import dataclasses
 import random
@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from mla_fusion.cli.bench.kit import capture_calls, distance, worst
+from mla_fusion.measure.distances import distance, worst
+from mla_fusion.measure.timing import capture_calls
 
 
 class CannotRun(Exception):
@@ -29,7 +30,7 @@ class Outcome:
 
 
 def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
-    """How many bytes differ; NaN equals a NaN of the same bits."""
+    """Number of bytes that differ; a NaN equals a NaN of the same bits."""
     return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
 
 
@@ -58,7 +59,7 @@ class Bench(Protocol):
         """Results and LSE of some rows beside what they should be: got, want, got, want."""
 
     def notes(self) -> list[str]:
-        """What else is wrong."""
+        """Further faults of a result, a sentence each."""
         return []
 
     def judged(self, name: str) -> Outcome:

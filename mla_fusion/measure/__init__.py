@@ -1,0 +1,1 @@
+"""Timing, cases, peers, exact results and outcomes: shared by commands and benchmarks."""
