@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mla_fusion import cli, report
 from mla_fusion.cli import child
+from mla_fusion.cli.check import command as check
 from mla_fusion.cli.check import language_part, model_classes, model_config
-from tests.cli.test_check import CONFIGS, V3
+from tests.cli.test_check import CONFIGS, V3, asked
 from tests.cli.test_cli import fail, store
 from tests.models import write
 
@@ -126,6 +127,16 @@ AITER = ["ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "TRITON_MLA"]
 @pytest.mark.usefixtures("vllm_0_32")
 def test_which_attention_backends_take_the_query(platform, heads, head_size, cache, names):
     assert model_classes.backends(platform, heads, head_size, cache) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
+)
+def test_backends_go_with_the_decode(attention, platforms, aiters):
+    cut = cut_of({**V3, "num_attention_heads": 128}, ranks=8)
+    settings = asked("m", "--attention", attention)
+    found = check._backends(settings, cut, "DeepseekV3ForCausalLM")
+    assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)
 
 
 # --- what is read and what is run
