@@ -1,9 +1,6 @@
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
-
-import pytest
 
 from mla_fusion import cli
 from mla_fusion.attention.plan.buffers import Rules
@@ -49,35 +46,6 @@ def test_the_picture_has_a_bar_for_each_item(tmp_path):
     items = sum(map(len, command.make(rules, (100, 9000, 1), 1).shares))
     names = [element.tag for element in ElementTree.parse(file).iter()]
     assert sum(name.endswith("title") for name in names) == items
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--kv 5 --workers 0", "'0' is not a positive whole number"),
-        ("--lengths 5,,5 --workers 2", "'' is not a positive whole number"),
-        ("--workers 2", "one of the arguments --lengths --kv is required"),
-        ("--workers 2 --lengths 5,5 --batch 2", "--batch goes with --kv"),
-        ("--workers 2 --kv 5 --kv-cache-dtype fp8", "--kv-cache-dtype goes with --aiter"),
-        ("--workers 2 --kv 5 --heads 128 --aiter gfx942 --kv-cache-dtype fp8", "faults on gfx942"),
-        ("--kv 100000000 --workers 304 --batch 256", "25600000000 KV tokens"),
-        ("--kv 4096 --workers 100000000", "65536 at most"),
-        ("--kv 1 --workers 8 --batch 2000000000", "1048576 at most"),
-    ],
-)
-def test_refused(capsys, arguments, message):
-    """What is no number, what does not go together, and more than a plan can count or draw."""
-    with pytest.raises(SystemExit, match="2"):
-        sys.exit(main(f"plan {arguments}"))
-    assert message in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written(tmp_path, capsys):
-    missing = tmp_path / "no" / "plan.svg"
-    assert main(f"{COMMAND} --svg {missing}") == 2
-    text = capsys.readouterr()
-    assert "cannot write" in text.err and not text.out
 
 
 DRAWN = re.compile(r"<!-- (plan [^\n]+) --svg ([^\n]+) -->\n")
