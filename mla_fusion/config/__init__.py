@@ -89,29 +89,26 @@ def read_options(additional_config: Any) -> Options:
 
 def misplaced(additional_config: Any) -> list[str]:
     """Keys of vLLM's `additional_config` that are probably meant for this plugin and are not read:
-    a name close to `OPTIONS_KEY` with an option below it, or an option at the top level.
+    a name close to `OPTIONS_KEY`, or an option at the top level.
 
-    A key of another plugin is none of them: its name or its value differs.
+    A key of another plugin is neither: its name differs, or it holds options, none of them ours.
     """
     from mla_fusion.kernels import PROVIDERS
 
     given = additional_config if isinstance(additional_config, dict) else {}
     choices = {"provider": PROVIDERS, "attention": ATTENTION}
+    options = [*choices, _CAP]
+
+    def near(name: Any, names: list[str]) -> bool:
+        return bool(difflib.get_close_matches(str(name).lower().replace("-", "_"), names, 1, 0.8))
 
     def is_ours(key: Any, value: Any) -> bool:
-        if not isinstance(key, str) or key == OPTIONS_KEY:
+        if key == OPTIONS_KEY or not isinstance(key, str):
             return False
-        if key in choices:
-            return isinstance(value, str) and value in choices[key]
-        if key == _CAP:
-            return True
-        name = key.lower().replace("-", "_")
-        if not isinstance(value, dict) or not difflib.get_close_matches(
-            name, [OPTIONS_KEY], 1, 0.8
-        ):
-            return False
-        options = [*choices, _CAP]
-        return not value or any(difflib.get_close_matches(str(k), options, 1, 0.8) for k in value)
+        if key in options:
+            return key == _CAP or value in choices[key]
+        others = isinstance(value, dict) and value and not any(near(k, options) for k in value)
+        return near(key, [OPTIONS_KEY]) and not others
 
     return [key for key, value in given.items() if is_ours(key, value)]
 

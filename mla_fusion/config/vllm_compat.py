@@ -278,16 +278,6 @@ def traced_layer_name(layer_name: Any) -> str | None:
     return getattr(getattr(traced, "real_obj", traced), "value", None)
 
 
-def register_sparse_backend() -> bool:
-    """Offer `SPARSE_BACKEND` as `--attention-backend CUSTOM`; False if another plugin has that."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    custom = AttentionBackendEnum.CUSTOM
-    if not custom.is_overridden():
-        register_backend(custom, SPARSE_BACKEND)
-    return bool(custom.get_path() == SPARSE_BACKEND)
-
-
 def chose_sparse_backend(vllm_config: Any) -> bool:
     """True if an operator chose `--attention-backend CUSTOM`, and it is `SPARSE_BACKEND`."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

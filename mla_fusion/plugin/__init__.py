@@ -6,14 +6,72 @@ one offer, `--attention-backend CUSTOM`, and little is imported: each module of 
 what works for the flag where it is used.
 """
 
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mla_fusion import logger
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import compilation, decision, flag, workers
-from mla_fusion.plugin.wrap import when_imported
+from mla_fusion.plugin import compilation, decision, flag, sparse, workers
+from mla_fusion.plugin.wrap import put_back, when_imported
 
+
+@dataclass(frozen=True)
+class Hook:
+    """A change of a module of vLLM, made once it is imported, and the names that it needs there.
+    Names are looked up before the first change: all changes are made, or none."""
+
+    module: str
+    names: tuple[str, ...]
+    change: Callable[[], object]
+
+    def require(self) -> None:
+        """Raise AttributeError or ImportError if a name is missing."""
+        for name in self.names:
+            functools.reduce(getattr, name.split("."), importlib.import_module(self.module))
+
+
+def _restore(fields: dict[str, Any]) -> Any:
+    """A PassConfig with these fields, in a process that may not have loaded the plugin."""
+    register()
+    return flag.instance(fields)
+
+
+# The flag, and the decision that switches it off with a reason outside the window too.
+_FLAG = (
+    Hook(
+        "vllm.config", ("VllmConfig.__post_init__", "VllmConfig._set_compile_ranges"),
+        decision.decide_in_vllm_config,
+    ),
+    Hook(
+        "vllm.config",
+        ("compilation.PassConfig", "compilation.CompilationConfig", "utils.config",
+         "utils.get_hash_factors", "utils.hash_factors"),
+        lambda: flag.add_fields(_restore),
+    ),
+)  # fmt: skip
+HOOKS = (
+    Hook("vllm.config", (), decision.keep_vllm_compile),
+    *_FLAG,
+    Hook(
+        "vllm.compilation.passes.pass_manager", ("PostGradPassManager.configure",),
+        compilation.add_passes,
+    ),
+    Hook(
+        "vllm.compilation.backends", ("CompilerManager.compile",),
+        compilation.set_options_for_ranges,
+    ),
+    Hook("vllm.v1.worker.worker_base", ("WorkerBase",), workers.prepare_workers),
+    Hook(
+        "vllm.v1.attention.backends.registry",
+        ("AttentionBackendEnum", "register_backend"), sparse.offer,
+    ),
+)  # fmt: skip
 _registered = False
+_inactive = False
 
 
 def register() -> None:
@@ -24,7 +82,7 @@ def register() -> None:
     Raises:
         ModuleNotFoundError: vLLM is not installed.
     """
-    global _registered
+    global _registered, _inactive
     if _registered:
         return
     try:
@@ -34,33 +92,38 @@ def register() -> None:
             raise
         what_to_do = "mla_fusion needs vLLM, which is not installed; `mla-fusion doctor` says more"
         raise ModuleNotFoundError(what_to_do, name="vllm") from None
-    _registered = True
-    if vllm_compat.is_supported(version):
-        flag.add_fields(_restore)
-        decision.decide_in_vllm_config()
-        decision.keep_vllm_compile()
-        when_imported("vllm.compilation.passes.pass_manager", compilation.add_passes)
-        when_imported("vllm.compilation.backends", compilation.set_options_for_ranges)
-        when_imported("vllm.v1.worker.worker_base", workers.prepare_workers)
-        # vLLM's own registry: nothing is imported before an operator chooses CUSTOM.
-        if not vllm_compat.register_sparse_backend():
-            logger.debug("another plugin has the attention backend CUSTOM")
-        return
-    # Let the flag be set, and switch it off with its reason, if this release allows that.
+    _registered, _inactive = True, False
+    hooks = HOOKS if vllm_compat.is_supported(version) else _FLAG
+    modules = dict.fromkeys(hook.module for hook in hooks)
+    if _attempt(hook.require for hook in hooks if hook.module in sys.modules):
+        for module in modules:
+            here = [hook for hook in hooks if hook.module == module]
+            when_imported(module, functools.partial(_make, here))
+
+
+def _make(hooks: list[Hook]) -> None:
+    if not _inactive:
+        _attempt([*(hook.require for hook in hooks), *(hook.change for hook in hooks)])
+
+
+def _attempt(steps: Any) -> bool:
+    """True if all steps were made. Else nothing that the plugin changed stays changed, and a
+    warning names what this vLLM lacks."""
+    global _inactive
     try:
-        decision.require_names()  # before the first change: all are made, or none
-        flag.add_fields(_restore)
-        decision.decide_in_vllm_config()
+        for step in steps:
+            step()
+        return True
     except (ImportError, AttributeError, TypeError) as error:
         from mla_fusion.report import FLAG_LINE
         from mla_fusion.report.reasons import Decline
 
-        detail = f"{version}, supported are {vllm_compat.window()}; {error}"
-        why = Decline("vllm-version", detail).explain()
+        _inactive = True
+        put_back()
+        version = vllm_compat.installed_version()
+        why = f"vLLM {version} lacks a name that the plugin changes: {error}"
+        if not vllm_compat.is_supported(version):
+            detail = f"{version}, supported are {vllm_compat.window()}; {error}"
+            why = Decline("vllm-version", detail).explain()
         logger.warning("%s is unknown, mla_fusion is inactive: %s", FLAG_LINE, why)
-
-
-def _restore(fields: dict[str, Any]) -> Any:
-    """A PassConfig with these fields, in a process that may not have loaded the plugin."""
-    register()
-    return flag.instance(fields)
+        return False

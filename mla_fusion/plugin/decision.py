@@ -21,20 +21,6 @@ _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _told_names: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def require_names() -> None:
-    """Look up every name of vLLM that `flag.add_fields` and `decide_in_vllm_config` change or use.
-
-    Raises:
-        ImportError, AttributeError: this vLLM lacks one of them.
-    """
-    from vllm.config import VllmConfig
-    from vllm.config.compilation import CompilationConfig, PassConfig  # noqa: F401
-    from vllm.config.utils import config, get_hash_factors, hash_factors  # noqa: F401
-
-    for name in ("__post_init__", "_set_compile_ranges"):
-        getattr(VllmConfig, name)
-
-
 def decide_in_vllm_config() -> None:
     """Why: the decode bucket must be a compile-range endpoint, and RoPE, cache write and attention
     must end up in one graph, before vLLM freezes both.

@@ -7,7 +7,7 @@ from typing import Any
 
 from mla_fusion.config import FLAG, THRESHOLD
 from mla_fusion.config.identity import graphs_hash
-from mla_fusion.plugin.wrap import WRAPPED
+from mla_fusion.plugin.wrap import WRAPPED, replace
 
 
 def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
@@ -29,8 +29,7 @@ def add_fields(restore: Callable[[dict[str, Any]], Any]) -> None:
         ours = cls is base and not {FLAG, THRESHOLD}.isdisjoint(kwargs)
         return object.__new__(_extended(base, restore) if ours else cls)
 
-    base.__new__ = new
-    setattr(base, WRAPPED, {"__new__"})
+    replace(base, "__new__", new)
 
 
 def instance(fields: dict[str, Any]) -> Any:

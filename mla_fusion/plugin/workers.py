@@ -7,7 +7,7 @@ from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import models, vllm_compat
-from mla_fusion.plugin.wrap import wrap
+from mla_fusion.plugin.wrap import replace, wrap
 
 STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: its first layer, and the name of that
@@ -25,7 +25,7 @@ def prepare_workers() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     wrap(WorkerBase, "__init__", _init)
-    WorkerBase.mla_fusion_steps = mla_fusion_steps
+    replace(WorkerBase, "mla_fusion_steps", mla_fusion_steps)
 
 
 def count_steps() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 # On a class or module: names of what was replaced there. A mark on the wrapper would be lost where
 # another plugin wraps it, and the next worker of the process would wrap once more.
 WRAPPED = "_mla_fusion_wrapped"
+_old: list[tuple[Any, str, Any]] = []  # owner, name, what `vars(owner)` had, or `_old` itself
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -29,8 +30,30 @@ def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs)
 
+    replace(owner, name, staticmethod(wrapper) if inspect.ismethod(original) else wrapper)
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a class or a module of vLLM, once, until `put_back`."""
+    if name in vars(owner).get(WRAPPED, ()):
+        return
+    _old.append((owner, name, vars(owner).get(name, _old)))
     setattr(owner, WRAPPED, {*vars(owner).get(WRAPPED, ()), name})
-    setattr(owner, name, staticmethod(wrapper) if inspect.ismethod(original) else wrapper)
+    setattr(owner, name, value)
+
+
+def put_back() -> None:
+    """Undo every `replace` of this process, the last one first."""
+    while _old:
+        owner, name, before = _old.pop()
+        setattr(owner, WRAPPED, vars(owner)[WRAPPED] - {name})
+        if name == "__new__":
+            # Python calls a class's __new__ for good once it had one; object's takes no fields.
+            setattr(owner, name, lambda cls, *args, **kwargs: object.__new__(cls))
+        elif before is _old:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 _waiting: dict[str, tuple[Callable[[], None], ...]] = {}

@@ -107,6 +107,7 @@ class TestWhatItSwitchesOn:
             (FLAG_ON, {}, ""),
             ({}, {"attention_backend": "CUSTOM"}, ""),  # the sparse decode reads the options
             ({}, {"options": {"mla_fuson": {"attention": "vllm"}}}, '["mla_fuson"] is not read'),
+            ({}, {"options": {"mla_fuson": "triton"}}, '["mla_fuson"] is not read'),
             ({}, {"options": {"MLA-Fusion": {"provder": "triton"}}}, '["MLA-Fusion"] is not read'),
             (FLAG_ON, {"options": {**REFERENCE, "attention": "vllm"}}, '["attention"] is not read'),
             ({}, {"options": {"max_split_per_batch": 4}}, '["max_split_per_batch"] is not read'),

@@ -13,7 +13,7 @@ import torch
 from mla_fusion import plugin
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import workers
+from mla_fusion.plugin import sparse, workers
 from mla_fusion.runtime import sparse_step
 from tests.sparse import layers as imitated
 from tests.sparse.layers import PAGE, Batch, Step, forward_pass, layer, load, run, unavailable
@@ -99,11 +99,12 @@ def test_the_slot_of_another_plugin_is_left_to_it(monkeypatch):
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     custom = registry.AttentionBackendEnum.CUSTOM
     registry.register_backend(custom, "another.Backend")
-    assert not vllm_compat.register_sparse_backend()
+    sparse.offer()
     assert custom.get_path() == "another.Backend"
     custom.clear_override()
-    assert vllm_compat.register_sparse_backend()
-    assert vllm_compat.register_sparse_backend()
+    for _ in range(2):
+        sparse.offer()
+        assert custom.get_path() == vllm_compat.SPARSE_BACKEND
 
 
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "auto"])

@@ -1,0 +1,96 @@
+"""Registers the plugin in processes of their own, each with a vLLM that lacks one of its names.
+
+python -m tests.plugin.hooks
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+
+known: list = []  # classes of vLLM, before one of their names is gone
+
+
+def names():
+    """(module, dotted name) of every name that a hook needs."""
+    from mla_fusion import plugin
+
+    return [(hook.module, name) for hook in plugin.HOOKS for name in hook.names]
+
+
+def forked(work, *arguments):
+    """What `work` returns in a child of this process."""
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        os.write(writes, json.dumps(work(*arguments)).encode())
+        os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    with os.fdopen(reads) as pipe:
+        return json.loads(pipe.read() or "null")
+
+
+def lacking(module, name):
+    """What became of vLLM and its flag without `name`, registered before or after its import."""
+    *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    delattr(owner, last)
+    return register()
+
+
+def lost_later():
+    """The same if a name is missing in a module that is imported after the plugin was loaded."""
+    from mla_fusion import plugin
+
+    late = plugin.Hook("json", ("nothing",), lambda: None)
+    plugin.HOOKS = (*plugin.HOOKS, late)
+    sys.modules.pop("json")
+    plugin.register()
+    import json  # noqa: F401
+
+    return register()
+
+
+def register():
+    """Register, and say which classes stay changed and whether vLLM takes the flag."""
+    from mla_fusion import plugin
+    from mla_fusion.plugin.wrap import WRAPPED
+
+    said = []
+    plugin.logger.warning = lambda text, *given: said.append(text % given)
+    plugin.register()
+    config, *owners = known
+    changed = [owner.__name__ for owner in owners if vars(owner).get(WRAPPED)]
+    taken = []
+    for name in ("eliminate_noops", "fuse_aiter_qk_rope_kvcache_mla"):
+        # vLLM itself looks some of the names up.
+        with contextlib.suppress(ValueError, TypeError, NameError):
+            config(pass_config={name: True})
+            taken.append(name)
+    return changed, taken, said
+
+
+def main():
+    from mla_fusion import plugin
+
+    plugin.register()
+    waits = [name for name in ("vllm.config", "vllm.platforms.cpu") if name in sys.modules]
+    plugin._registered = False
+    from mla_fusion.plugin import wrap
+
+    wrap._waiting.clear()
+    for hook in plugin.HOOKS:
+        importlib.import_module(hook.module)
+    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    known.extend((CompilationConfig, VllmConfig, WorkerBase))
+    found = {f"{module}.{name}": forked(lacking, module, name) for module, name in names()}
+    found |= {"later": forked(lost_later), "none": forked(register), "imported": waits}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

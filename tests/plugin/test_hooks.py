@@ -1,0 +1,38 @@
+"""Every name of vLLM that the plugin needs, missing in turn: nothing is half changed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.hooks import names
+
+
+@pytest.fixture(scope="module")
+def found():
+    command = [sys.executable, "-m", "tests.plugin.hooks"]
+    environment = {"PATH": "", "VLLM_PLUGINS": "", "HOME": "/tmp"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [".".join(each) for each in names()] + ["later"])
+def test_without_a_name_nothing_is_changed_and_one_warning_names_it(found, name):
+    changed, taken, said = found[name]
+    assert changed == [] and taken == ["eliminate_noops"] * (not name.endswith("n.PassConfig"))
+    assert len(said) == (name != "later")
+    assert all(name.rpartition(".")[2] in each and "inactive" in each for each in said)
+
+
+def test_with_all_names_everything_is(found):
+    changed, taken, said = found["none"]
+    assert (changed, len(taken), said) == (["VllmConfig", "WorkerBase"], 2, [])
+
+
+def test_registering_imports_no_config_of_vllm(found):
+    """2.2 s and 78 MiB in a process that loads plugins before it makes a config."""
+    assert found["imported"] == []
