@@ -108,7 +108,8 @@ def test_the_site_builds_offline_and_whole(tmp_path):
     for name in ("docs", "tools", "mla_fusion", "passes", "patterns"):
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    for name in ("mkdocs.yml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     command = sys.executable, "-P", "-m", "mkdocs", "build", "--strict"
     run(*command, cwd=tmp_path, NO_MKDOCS_2_WARNING="1")
     site = tmp_path / "build" / "site"

@@ -72,8 +72,8 @@ class PersistentDecodePlan(PlanBuffers):
         Raises:
             ValueError: the step is larger than the plan, or a tensor is not as above.
         """
-        for name, given in ("qo_indptr", qo_indptr), ("seq_lens", seq_lens):
-            check(name, isinstance(given, torch.Tensor), "a tensor", given)
+        for name, indices in ("qo_indptr", qo_indptr), ("seq_lens", seq_lens):
+            check(name, isinstance(indices, torch.Tensor), "a tensor", indices)
         settings, batch = self.settings, seq_lens.shape[0]
         most, longest = settings.max_batch, settings.max_query_len
         given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}

@@ -50,12 +50,12 @@ def padded_batch(
     )  # fmt: skip
 
 
-def check(name: str, ok: bool, want: str, got: object) -> None:
+def check(name: str, ok: bool, want: str, got: Any) -> None:
     """Raise ValueError unless `ok`, with the type and shape of a tensor, but none of its values."""
     if not ok:
-        if shown := isinstance(got, torch.Tensor):
-            got = f"{got.dtype} {tuple(got.shape)} on {got.device}"
-        raise ValueError(f"{name} must be {want}, got {got if shown else repr(got)}")
+        is_tensor = isinstance(got, torch.Tensor)
+        shown = f"{got.dtype} {tuple(got.shape)} on {got.device}" if is_tensor else repr(got)
+        raise ValueError(f"{name} must be {want}, got {shown}")
 
 
 def validate(inputs: Inputs) -> None:
@@ -76,7 +76,8 @@ def validate(inputs: Inputs) -> None:
     ok = rope >= 0 and not nope == width != latent
     want = f"[H, P, L], with L = {width} of kv_c last and P at most {head_dim} of q"
     check("w_uk_t", ok, want, tuple(w_uk_t.shape))
-    for name, scale in ("k_scale", inputs.k_scale), ("q_scale", inputs.q_scale):
+    scales: dict[str, Any] = {"k_scale": inputs.k_scale, "q_scale": inputs.q_scale}
+    for name, scale in scales.items():
         found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
         check(name, found == (torch.float32, 1), "a tensor of one fp32 element", scale)
     rows = () if angles is None else angles.shape[:1]

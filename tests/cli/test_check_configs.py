@@ -3,6 +3,7 @@ for an engine; and what it says to any config."""
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,56 @@ def test_backends_go_with_the_decode(attention, platforms, aiters):
     settings = asked("m", "--attention", attention)
     found = check._backends(settings, cut, "DeepseekV3ForCausalLM")
     assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)
+
+
+def decided(architecture):
+    return lambda: model_classes.decide({"kv_lora_rank": 512}, architecture)
+
+
+def taken():
+    return model_classes.backends("nvidia", 16, 576, "auto")
+
+
+BACKENDS, MLA = "v1/attention/backends", "v1/attention/backends/mla"
+MODELS, LAYER = "model_executor/models", "model_executor/layers/attention/mla_attention.py"
+DEEPSEEK = decided("DeepseekV3ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "file, lost, ask, said",
+    [
+        ("config/vllm.py", "DeepSeekV4MTPModel", DEEPSEEK, "list of architectures without"),
+        (f"{MODELS}/registry.py", "\\(", DEEPSEEK, "table of architectures"),
+        (f"{MODELS}/registry.py", "_MODELS = ", lambda: model_classes.is_draft_head("A"),
+         "table of classes for speculative decoding"),
+        (f"{MODELS}/llama.py", "import", decided("LlamaForCausalLM"), "import of another model"),
+        ("model_executor/layers/mla.py", "class", decided("LlamaForCausalLM"),
+         "definition of MultiHeadLatentAttention"),
+        ("compilation/decorators.py", "def ", DEEPSEEK, "definition of @support_torch_compile"),
+        (f"{BACKENDS}/registry.py", "vllm", taken, "table of backends"),
+        (f"{BACKENDS}/registry.py", "    CUTLASS_MLA", taken, "CUTLASS_MLA"),
+        ("platforms/cuda.py", "AttentionBackendEnum", taken, "MLA attention backend"),
+        (f"{MLA}/cutlass_mla.py", "class CutlassMLABackend", taken, "class CutlassMLABackend"),
+        (f"{MLA}/cutlass_mla.py", "MAX_HEADS = ", taken, "value of MAX_HEADS"),
+        (f"{MLA}/cutlass_mla.py", "= \\[", taken, "list in supported_kv_cache_dtypes of Cutlass"),
+        (LAYER, "return \\[", taken, "list in get_supported_head_sizes of"),
+        (LAYER, "def get_supported_head_sizes", taken, "list in get_supported_head_sizes of"),
+    ],
+)  # fmt: skip
+def test_a_file_of_vllm_without_what_is_looked_for_is_an_error(file, lost, ask, said, monkeypatch):
+    """Not an empty list, by which every model would fuse, or none."""
+    path, read = model_classes._folder("vllm") / file, Path.read_text
+
+    def without(self, *given):
+        text = read(self, *given)
+        return re.sub(lost, "", text) if self == path else text
+
+    for cached in ("_registry", "_classes"):
+        monkeypatch.setattr(model_classes, cached, getattr(model_classes, cached).__wrapped__)
+    monkeypatch.setattr(Path, "read_text", without)
+    with pytest.raises(cli.UserError) as raised:
+        ask()
+    assert re.match(rf"found no {said}.* in {path}: mla-fusion reads", str(raised.value))
 
 
 # --- what is read and what is run

@@ -233,6 +233,9 @@ EDITS = (
     *programs.STEPS, duplicate, splice, change_dtype, scale, bypass, drop_order, swap,
     drop_metadata, change_constant,
 )  # fmt: skip
+# Edits whose graphs Inductor computes otherwise than eager torch: it keeps the digits of a value
+# that is rounded and put back, and drops a write of the cache whose result nothing reads.
+EAGER = {change_dtype, scale, programs.buffered, programs.write_again}
 # Edits after which every layer must still fuse.
 HARMLESS = (swap, programs.all_rows)
 _STEP = st.tuples(st.sampled_from(EDITS), st.integers(0, 1 << 12), st.integers(0, 1 << 12))

@@ -221,8 +221,9 @@ def write_again(module, node, pick):
 
 
 def buffered(module, node, pick):
-    """A value is kept in a buffer of another type."""
-    if is_float(node):
+    """A value in front of the first attention is kept in a buffer of another type: behind it the
+    last digit, in which results may differ, could become a step of that type."""
+    if is_float(node) and node < edits.attention(module):
         dtype = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)[pick % 4]
         put_between(module, node, pick // 8, lambda x: kept(module, x, dtype, pick // 4 % 2))
 

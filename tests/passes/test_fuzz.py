@@ -123,10 +123,12 @@ def fuse_twice(module, twin, spec, quantized):
         assert printed(module) == printed(twin)
     once = state(module.graph)
     again = fuse(module, spec, quantized_query=quantized)
-    assert again.fused == 0
-    assert again.layers == codes.total()
-    assert state(module.graph) == once
     plain = record.plain_outputs
+    # A reader that kept a layer or its output may have gone with another rewrite, or be dead.
+    if not {"shared-rotation", "output-shared"} & {*codes, *(decline.code for decline in plain)}:
+        assert again.fused == 0
+        assert state(module.graph) == once
+    assert again.layers == codes.total()
     assert {decline.code for decline in plain} <= set(REASONS) - ERRORS, plain
     assert sum(record.outputs.values()) == record.fused
     assert sum(plain.values()) <= record.outputs.get("none", 0)
@@ -203,10 +205,8 @@ def test_edited_graphs_compute_the_same(data, spec, steps, misplaced, quantized,
         for what in counts:
             event(what)
     ways = [None]
-    # Inductor keeps more digits of narrower types than eager torch, and drops a write of the cache
-    # whose result nothing reads.
-    rewrites = programs.write_again in {edit for edit, _, _ in steps}
-    if share == SHARE and spec.dtype is torch.float32 and not rewrites:
+    eager = grammar.EAGER.intersection(edit for edit, _, _ in steps)
+    if share == SHARE and spec.dtype is torch.float32 and not eager:
         ways += compiles(original, spec, quantized)
         event(f"through Inductor: {len(ways) == 2}")
     for (batch, seed), wanted in before.items():

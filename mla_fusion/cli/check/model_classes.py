@@ -1,24 +1,35 @@
 """What a model's configuration and the source of the installed vLLM decide about fusion. vLLM is
 read, not imported: that takes no time, and most attention backends need their GPU to be imported.
+
+Where a file of vLLM or Transformers lacks what is looked for, a `UserError` says so: an empty list
+would be a wrong answer about every model.
 """
 
 import functools
 import re
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mla_fusion.cli import UserError
+from mla_fusion.config import vllm_compat
 from mla_fusion.report.reasons import Decline, sparse
 
 PLATFORMS = {"nvidia": "cuda.py", "amd": "rocm.py"}  # and their files in vLLM/platforms
 _FOLDER = "v1/attention/backends"
-_HEAD_SIZES = r"def get_supported_head_sizes.*?return \[(.*?)\]"  # of any if the list is empty
-_CACHES = r"supported_kv_cache_dtypes[^=]*= \[(.*?)\]"
-_DECORATOR = "@support_torch_compile"
+# Members of a backend. An empty list of head sizes stands for any.
+_HEAD_SIZES, _CACHES = "get_supported_head_sizes", "supported_kv_cache_dtypes"
+# Names that are looked for in the files of model classes, and the files of vLLM that define them.
+_DECORATOR = {"@support_torch_compile": "compilation/decorators.py"}
 # In the file of a model class: the module of another.
 _IMPORT = r"^ *from (?:\.+|vllm\.model_executor\.models\.)([\w.]+) import"
 # A file that has one of them builds MLA layers, or the model of a class that its config names.
-_MAY_BUILD_MLA = ("MLAAttention", "MultiHeadLatentAttention", "init_vllm_registered_model")
+_MAY_BUILD_MLA = {
+    "MLAAttention": "model_executor/layers/attention/mla_attention.py",
+    "MultiHeadLatentAttention": "model_executor/layers/mla.py",
+    "init_vllm_registered_model": "model_executor/models/utils.py",
+}
 
 
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
@@ -41,15 +52,17 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
 
 def breakable(vllm: Path) -> set[str]:
     """The architectures for which a vLLM switches torch.compile off, by the list in its config."""
-    text = (vllm / "config" / "vllm.py").read_text()
-    lists = re.findall(r'[({][^(){}]*"DeepSeekV4MTPModel"[^(){}]*[)}]', text)
+    pattern = r'[({][^(){}]*"DeepSeekV4MTPModel"[^(){}]*[)}]'
+    lists = _find(pattern, vllm / "config/vllm.py", "list of architectures without torch.compile")
     return {name for each in lists for name in re.findall(r'"(\w+)"', each)}
 
 
 def is_known(architecture: str) -> bool:
     """True if vLLM has a model class of that name, or Transformers, whose classes vLLM can wrap."""
     models = _folder("transformers") / "models/auto/modeling_auto.py"
-    return architecture in _registry() or f', "{architecture}")' in models.read_text()
+    return architecture in _registry() or architecture in _find(
+        r', "(\w+)"\)', models, "model class"
+    )
 
 
 def may_build_mla(architecture: str) -> bool:
@@ -58,11 +71,11 @@ def may_build_mla(architecture: str) -> bool:
     modules = set(_registry().values())
     seen = [_registry().get(architecture, "")]
     for module in seen:
-        text = _source(module)
-        # No text: a class of another package, or one that vLLM does not know.
-        if not text or any(name in text for name in _MAY_BUILD_MLA):
+        # No file: a class of another package, or one that vLLM does not know.
+        if not _file(module).exists() or _has(_MAY_BUILD_MLA, [_file(module)]):
             return True
-        seen += {*re.findall(_IMPORT, text, re.M)} & modules - {*seen}
+        imported = _find(_IMPORT, _file(module), "import of another model's module")
+        seen += {*imported} & modules - {*seen}
     return False
 
 
@@ -71,14 +84,14 @@ def knows_type(name: str) -> bool:
     named = re.compile(rf'"{re.escape(name)}"|\b{re.escape(name)}="')
     folders = [_folder("vllm") / each for each in ("transformers_utils", "config")]
     folders.append(_folder("transformers") / "models/auto")
-    files = (file for folder in folders for file in folder.rglob("*.py"))
-    return any(named.search(file.read_text()) for file in files)
+    return any(named.search(file.read_text()) for each in folders for file in _files(each))
 
 
 def is_draft_head(architecture: str) -> bool:
     """True if vLLM lists a class among those for speculative decoding."""
-    _, _, table = _source("registry").partition("\n_SPECULATIVE_DECODING_MODELS = {\n")
-    return f'"{architecture}"' in table.partition("\n}\n")[0]
+    pattern = r"^_SPECULATIVE_DECODING_MODELS = \{\n(.*?)^\}"
+    [table] = _find(pattern, _file("registry"), "table of classes for speculative decoding")
+    return f'"{architecture}"' in table
 
 
 def where_compiled(architecture: str) -> frozenset[str] | None:
@@ -87,13 +100,13 @@ def where_compiled(architecture: str) -> frozenset[str] | None:
     under vllm/models is complete, with a folder for each platform."""
     module = _registry().get(architecture, "")
     if "." not in module:
-        return frozenset(PLATFORMS) if _DECORATOR in _source(module) else None
+        return frozenset(PLATFORMS) if _has(_DECORATOR, [_file(module)]) else None
     package = _folder("vllm").parent.joinpath(*module.split("."))
     return frozenset(
         platform
         for platform in PLATFORMS
         for part in (platform, "common")
-        if any(_DECORATOR in path.read_text() for path in (package / part).rglob("*.py"))
+        if _has(_DECORATOR, (package / part).rglob("*.py"))
     )
 
 
@@ -103,54 +116,84 @@ def _folder(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _source(module: str) -> str:
-    """The source of a module of vLLM's models; empty if there is none."""
-    file = _folder("vllm") / f"model_executor/models/{module}.py"
-    return file.read_text() if file.exists() else ""
+def _file(module: str) -> Path:
+    """The file of a module of vLLM's models, which need not exist."""
+    return _folder("vllm") / f"model_executor/models/{module}.py"
+
+
+def _find(pattern: str, file: Path, what: str) -> list[Any]:
+    """Every match of a pattern in a file; a UserError if there is none."""
+    found = re.findall(pattern, file.read_text(), re.M | re.S) if file.exists() else []
+    return found or _fail(file, what)
+
+
+def _fail(place: Path, what: str) -> Any:
+    """Raise a UserError that says what a file or folder does not have."""
+    raise UserError(
+        f"found no {what} in {place}: mla-fusion reads the sources of vLLM {vllm_compat.window()}"
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Every Python file below a folder; a UserError if there is none."""
+    return [*folder.rglob("*.py")] or _fail(folder, "Python file")
+
+
+def _has(names: Mapping[str, str], files: Iterable[Path]) -> bool:
+    """Whether a file has one of `names`, each of which vLLM must define; a file need not exist."""
+    for name, definition in names.items():
+        defined = rf"^(?:class|def) {name.removeprefix('@')}"
+        _find(defined, _folder("vllm") / definition, f"definition of {name}")
+    texts = [file.read_text() for file in files if file.exists()]
+    return any(name in text for text in texts for name in names)
 
 
 @functools.cache
 def _registry() -> dict[str, str]:
     """Architecture -> module, from the tables in vLLM's registry.py; of two entries the first."""
-    entries = re.findall(r'^    "(\w+)": \(\s*"([\w.]+)",', _source("registry"), re.M)
-    return dict(reversed(entries))
+    pattern = r'^    "(\w+)": \(\s*"([\w.]+)",'
+    return dict(reversed(_find(pattern, _file("registry"), "table of architectures")))
 
 
 def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
     """The MLA attention backends of one of `PLATFORMS` that take what the fused op writes, sorted:
     none that pads the query heads of a rank [padded-heads]. head_size: kv_lora_rank +
     qk_rope_head_dim; cache: as --kv-cache-dtype."""
-    registry = (_folder("vllm") / _FOLDER / "registry.py").read_text()
-    paths = dict(re.findall(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, re.M))
-    chosen_from = (_folder("vllm") / "platforms" / PLATFORMS[platform]).read_text()
-    names = set(re.findall(r"AttentionBackendEnum\.(\w*MLA)\b", chosen_from))
-    return sorted(name for name in names if _takes(paths[name], heads, head_size, cache))
+    registry = _folder("vllm") / _FOLDER / "registry.py"
+    paths = dict(_find(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, "table of backends"))
+    chosen_from = _folder("vllm") / "platforms" / PLATFORMS[platform]
+    names = {*_find(r"AttentionBackendEnum\.(\w*MLA)\b", chosen_from, "MLA attention backend")}
+    where = {name: paths.get(name) or _fail(registry, name) for name in sorted(names)}
+    return [name for name, path in where.items() if _takes(path, heads, head_size, cache)]
 
 
 def _takes(path: str, heads: int, head_size: int, cache: str) -> bool:
-    *folders, file, backend = path.split(".")
-    sizes, caches = _inherited(backend, _HEAD_SIZES), _inherited(backend, _CACHES)
-    text = _folder("vllm").joinpath(*folders, f"{file}.py").read_text()
+    *folders, module, backend = path.split(".")
+    file = _folder("vllm").joinpath(*folders, f"{module}.py")
+    [text] = _find(rf".*^class {backend}\b.*", file, f"class {backend}")
     named = re.search(r"q_pad_num_heads=(\w+)", text)
-    padded = named and re.search(rf"^{named[1]} = {heads}$", text, re.M) is None
-    known = re.findall(r"\d+", sizes)
-    return not padded and f'"{cache}"' in caches and (not known or str(head_size) in known)
+    padded = _find(rf"^{named[1]} = (\d+)$", file, f"value of {named[1]}") if named else []
+    known = re.findall(r"\d+", _inherited(backend, _HEAD_SIZES, file))
+    caches = _inherited(backend, _CACHES, file)
+    fits = (not padded or str(heads) in padded) and (not known or str(head_size) in known)
+    return fits and f'"{cache}"' in caches
 
 
-def _inherited(name: str, pattern: str) -> str:
-    """What a pattern finds in a class, or in the nearest of its bases that has it."""
-    while name in _classes():
-        name, text = _classes()[name]
-        if found := re.search(pattern, text, re.S):
-            return found[1]
-    return ""
+def _inherited(name: str, member: str, file: Path) -> str:
+    """Content of the list in a member of the class `name` of `file`, or of its nearest base."""
+    wanted, body = f"list in {member} of {name}", None
+    while body is None and name in _classes():
+        name, text, file = _classes()[name]
+        body = re.search(rf"^    (?:def )?{member}\b(.*?)(?=^    [\w@]|\Z)", text, re.M | re.S)
+    found = body and re.search(r"(?:=|return) \[(.*?)\]", body[1], re.S)
+    return found[1] if found else str(_fail(file, wanted))
 
 
 @functools.cache
-def _classes() -> dict[str, tuple[str, str]]:
-    """Class -> (its first base, its source)."""
+def _classes() -> dict[str, tuple[str, str, Path]]:
+    """Class -> (its first base, its source, its file)."""
     files = [*(_folder("vllm") / _FOLDER / "mla").glob("*.py")]
-    files.append(_folder("vllm") / "model_executor/layers/attention/mla_attention.py")
-    text = "\n".join(file.read_text() for file in files)
-    found = re.findall(r"^class (\w+Backend)\((\w+).*?:\n((?: .*\n|\n)+)", text, re.M)
-    return {name: (base, source) for name, base, source in found}
+    files.append(_folder("vllm") / _MAY_BUILD_MLA["MLAAttention"])
+    pattern = re.compile(r"^class (\w+Backend)\((\w+).*?:\n((?: .*\n|\n)+)", re.M)
+    found = [(*each, file) for file in files for each in pattern.findall(file.read_text())]
+    return {name: (base, source, file) for name, base, source, file in found}
