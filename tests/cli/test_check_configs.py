@@ -130,16 +130,6 @@ def test_which_attention_backends_take_the_query(platform, heads, head_size, cac
     assert model_classes.backends(platform, heads, head_size, cache) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
-)
-def test_backends_go_with_the_decode(attention, platforms, aiters):
-    cut = cut_of({**V3, "num_attention_heads": 128}, ranks=8)
-    settings = asked("m", "--attention", attention)
-    found = check._backends(settings, cut, "DeepseekV3ForCausalLM")
-    assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)
-
-
 def decided(architecture):
     return lambda: model_classes.decide({"kv_lora_rank": 512}, architecture)
 
@@ -188,6 +178,16 @@ def test_a_file_of_vllm_without_what_is_looked_for_is_an_error(file, lost, ask, 
     with pytest.raises(cli.UserError) as raised:
         ask()
     assert re.match(rf"found no {said}.* in {path}: mla-fusion reads", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
+)
+def test_backends_go_with_the_decode(attention, platforms, aiters):
+    cut = cut_of({**V3, "num_attention_heads": 128}, ranks=8)
+    settings = asked("m", "--attention", attention)
+    found = check._backends(settings, cut, "DeepseekV3ForCausalLM")
+    assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)
 
 
 # --- what is read and what is run
