@@ -23,6 +23,11 @@ settings.load_profile("default")
 _DESELECTED = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser):
+    """See tests/cli/conftest.py."""
+    parser.addoption("--renew-golden", action="store_true", help="write tests/cli/golden/ again")
+
+
 def pytest_configure(config):
     """Let engines share what g++ has made of a kernel, for one run: see `tests/compiler/g++`."""
     if "CXX" not in os.environ:  # as in the workers of xdist, which inherit both

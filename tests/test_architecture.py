@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -177,9 +178,25 @@ def device_asked_elsewhere(name, source):
             yield f"{name}:{node.lineno} asks for {node.attr}"
 
 
+MODELS = tomllib.loads((ROOT / "mla_fusion/config/models.toml").read_text())
+# The demo's models, and a list of vLLM that is found by one of its classes.
+MAY_NAME_MODELS = {"cli.demo.tiny_models", "cli.check.model_classes"}
+
+
+def model_named_elsewhere(name, source):
+    """Everything else asks `config.models`."""
+    if name in MAY_NAME_MODELS:
+        return
+    for node in nodes(source):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for model in MODELS:
+                if model.removesuffix("*") in node.value:
+                    yield f"{name}:{node.lineno} names {model}"
+
+
 RULES = (
     device_asked_elsewhere, vllm_changed_elsewhere, version_asked_elsewhere,
-    jit_function_returns_none,
+    jit_function_returns_none, model_named_elsewhere,
 )  # fmt: skip
 
 

@@ -56,9 +56,9 @@ def test_configs_and_their_log_are_the_same_with_the_plugin(processes):
     assert processes["mla_fusion"][2] == processes[""][2]
 
 
-def test_a_process_that_makes_arguments_pays_milliseconds(processes):
+def test_a_process_that_makes_arguments_imports_little(processes):
     """1.1 s and 718 modules, when the plugin imported what it changes in a worker."""
-    installed, alone = (processes[plugin][1] for plugin in ("mla_fusion", ""))
-    assert installed["ms"] - alone["ms"] < 15
-    more = {*installed["modules"]} - {*alone["modules"]}
+    installed, alone = ({*processes[plugin][1]["modules"]} for plugin in ("mla_fusion", ""))
+    more = installed - alone
+    assert 0 < len(more) < 20
     assert not [name for name in more if name.startswith(("torch", "vllm"))]

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 from mla_fusion import config
 from mla_fusion.cli import UserError, mend_vllm, short
+from mla_fusion.config import models
 from mla_fusion.report import Report, load, stored_reports
 
 LOG = "engine.log"
@@ -280,17 +281,13 @@ def register_type(name: str) -> None:
 
 def _imitate_on_cpu(model_type: str, platform: Any) -> dict[str, Any]:
     """Imitate what vLLM lacks on a CPU for a type of model, and return the arguments it needs."""
-    if model_type == "longcat_flash":
-        from vllm.model_executor.models import longcat_flash
-
-        # Its "zero experts" have no routing kernel on a CPU.
-        longcat_flash.LongcatMoe.forward = lambda self, hidden_states: hidden_states
-    if model_type == "bailing_hybrid":
-        # vLLM aligns the pages of a hybrid to blocks of 128, and its CPU attention takes 16. Every
-        # layer is MLA here, so there is no state to align with.
+    known = models.facts(model_type)
+    if known.skipped_on_cpu:
+        skipped = pkgutil.resolve_name(f"vllm.model_executor.models.{known.skipped_on_cpu}")
+        skipped.forward = lambda self, hidden_states: hidden_states
+    if known.unaligned_on_cpu:
         platform.update_block_size_for_backend = classmethod(lambda cls, vllm_config: None)
-    if model_type in ("bailing_hybrid", "sarvam_mla"):
-        # What vLLM's platform sets for the types it knows as MLA only.
+    if known.mla_settings_on_cpu:
         off = ("enable_prefix_caching", "enable_chunked_prefill")
         return {"block_size": 16, **dict.fromkeys(off, False)}
     return {}

@@ -8,8 +8,8 @@ import torch
 from mla_fusion import attention, gpu, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter import selection
-from mla_fusion.config import PLANNED, Options, read_options, vllm_compat
-from mla_fusion.report.reasons import Decline, sparse
+from mla_fusion.config import PLANNED, Options, models, read_options, vllm_compat
+from mla_fusion.report.reasons import Decline
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 # Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
@@ -33,7 +33,8 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
     if decline := why_not_here():
         return decline
     # Before what vLLM does with the class: that depends on the release and on the platform.
-    if decline := sparse(model.architecture, getattr(model.hf_text_config, "index_topk", None)):
+    topk = getattr(model.hf_text_config, "index_topk", None)
+    if decline := why_sparse(model.architecture, topk):
         return decline
     if not options.provider:
         return Decline("provider-platform")
@@ -65,6 +66,17 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
     # Last: on a CPU the mode is only kept if nothing else speaks against fusion.
     if compilation.mode != 3 or compilation.backend not in ("", "inductor"):
         return Decline("not-compiled", f"mode {compilation.mode}, backend {compilation.backend!r}")
+    return None
+
+
+def why_sparse(architecture: str, topk: int | None) -> Decline | None:
+    """Decline of a model whose layers attend to chosen keys, by its class and the `index_topk` of
+    its config; None for any other model."""
+    served = models.facts(architecture).sparse
+    if topk and served == "custom":
+        return Decline("sparse-attention", f"index_topk {topk}")
+    if topk or served == "own":
+        return Decline("sparse-model", architecture)
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mla_fusion import __version__
+from mla_fusion.config import models
 
 # vLLM 0.26 is the first release whose MLA layer has the split KV-update and attention ops this
 # library rewrites together with `VllmFusionPatternMatcherPass`; 0.33 is the last one read.
@@ -104,7 +105,7 @@ def uses_mla(model_config: Any) -> bool:
     all of them if `switched_off` names VLLM_MLA_DISABLE: then the config's latent width decides."""
     if "VLLM_MLA_DISABLE" in switched_off():
         return getattr(model_config.hf_text_config, "kv_lora_rank", None) is not None
-    return bool(model_config.use_mla) or model_config.architecture == "SarvamMLAForCausalLM"
+    return bool(model_config.use_mla) or models.facts(model_config.architecture).uses_mla
 
 
 def is_batch_invariant() -> bool:

@@ -1,21 +1,16 @@
 """What a worker does once it has loaded its model, before its first request, and in each step."""
 
 import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from mla_fusion import config
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import models, vllm_compat
 from mla_fusion.plugin.wrap import wrap
 
 STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: its first layer, and the name of that
-# By how a model's class begins: its package, and by how many tokens an entry of a layer stands for,
-# the kind of the layer.
-DEEPSEEK_V4 = {
-    "DeepseekV41": ("deepseek_v41", ((0, "swaonly"), (1, "c1a"), (2, "c2a"))),
-    "DeepseekV4": ("deepseek_v4", ((1, "swaonly"), (4, "c4a"), (128, "c128a"))),
-}
 
 
 def prepare_workers() -> None:
@@ -98,25 +93,21 @@ def take_deepseek_v4(vllm_config: Any) -> None:
 
     if not (current_platform.is_cuda() and vllm_compat.chose_sparse_backend(vllm_config)):
         return
-    name = vllm_config.model_config.architecture
-    found = next((each for start, each in DEEPSEEK_V4.items() if name.startswith(start)), None)
-    if found is None:
+    known = models.facts(vllm_config.model_config.architecture)
+    if not known.package:
         return
     from mla_fusion.runtime import deepseek_v4
-
-    package, kinds = found
-    ops = importlib.import_module(f"vllm.models.{package}.common.ops")
 
     def select(original: Callable[..., Any], vllm_config: Any) -> Any:
         selected = original(vllm_config)
         chosen = vllm_compat.chose_sparse_backend(vllm_config)
         if not (chosen and hasattr(selected, "_forward_decode")):
             return selected
-        slots = ops.compute_global_topk_indices_and_lens
-        return deepseek_v4.decoded_here(selected, kinds, slots)
+        slots = pkgutil.resolve_name(f"{known.package}.{known.slots}")
+        return deepseek_v4.decoded_here(selected, known.kinds, slots)
 
-    model = importlib.import_module(f"vllm.models.{package}.nvidia.model")
-    wrap(model, "_select_dsv4_attn_cls", select)
+    module, function = known.select.split(":")
+    wrap(importlib.import_module(f"{known.package}.{module}"), function, select)
 
 
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,16 +17,6 @@ class Reason:
 
 _TEXT = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 REASONS = {code: Reason(**fields) for code, fields in tomllib.loads(_TEXT).items()}
-# The classes of vLLM 0.26 to 0.33 whose sparse layers are those of DeepSeek-V3.2 or V4. A class
-# that is not here is not offered the backend: the others have attention of their own.
-_CUSTOM_SERVES = {
-    "DeepSeekMTPModel", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM",
-    "DeepseekV32ForCausalLM", "DeepseekV32MTPModel", "DeepseekV41ForCausalLM",
-    "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel",
-}  # fmt: skip
-# How the others begin whose layers choose keys whatever their config says: HY-V4's class has a
-# default for `index_topk`.
-_SPARSE_OF_THEIR_OWN = ("Dots3Note", "Glm5Next", "HYV4")
 
 
 @dataclass(frozen=True)
@@ -45,16 +35,6 @@ class Decline:
     def explain(self) -> str:
         """One line for the log."""
         return " ".join(self.sentences())
-
-
-def sparse(architecture: str, topk: int | None) -> Decline | None:
-    """Why a model whose layers attend to chosen keys does not fuse, by its class and the
-    `index_topk` of its config."""
-    if topk and architecture in _CUSTOM_SERVES:
-        return Decline("sparse-attention", f"index_topk {topk}")
-    if topk or architecture.startswith(_SPARSE_OF_THEIR_OWN):
-        return Decline("sparse-model", architecture)
-    return None
 
 
 class Declined(Exception):

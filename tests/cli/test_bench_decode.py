@@ -83,37 +83,6 @@ def measured(path, *words):
         return status, list(csv.DictReader(file))
 
 
-LACKS = {"tokens": "decode", "layers": "decode"}
-SIZES = "batches 4", "page 64", "tokens 8", "layers 61", "max-split-per-batch 4"
-OTHERS = *SIZES, "fp8"
-
-
-@pytest.mark.parametrize("option", OTHERS)
-def test_an_option_of_the_other_is_refused(option, capsys):
-    """Also with its default: it would say nothing."""
-    name, *value = option.split()
-    what = LACKS.get(name, "region")
-    assert cli.main(["bench", what, f"--{name}", *value]) == 2
-    assert f"bench {what} has no option --{name}: leave it out" in capsys.readouterr().err
-
-
-UNKNOWN = {
-    "decode --peers ours fa4": "ours, triton_mla, flashmla, fa3",
-    # FlashAttention 3 takes no fp8 cache.
-    "decode --fp8 --peers fa3": "ours, triton_mla, flashmla",
-    "region --peers fa3": "triton, bmm+1",
-}
-
-
-@pytest.mark.parametrize("words", UNKNOWN)
-def test_an_unknown_candidate_is_refused_before_anything_is_written(gpu, words, capsys, tmp_path):
-    path = tmp_path / "out" / "rows.csv"
-    assert cli.main(["bench", *words.split(), "--csv", str(path)]) == 2
-    said = f"no candidate is called {words[-3:]}: --peers takes {UNKNOWN[words]}"
-    assert said in capsys.readouterr().err
-    assert not path.parent.exists()
-
-
 def test_a_step_has_no_more_tokens_than_a_gpu_holds(capsys):
     words = ["bench", "decode", "--batches", "256", "512", "--contexts", "1024", "65536"]
     settings = cli._parser(["bench"]).parse_args(words)

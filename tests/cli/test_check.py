@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import tempfile
 from pathlib import Path
@@ -121,55 +122,85 @@ def checked(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(child, "run", play)
         monkeypatch.setattr(cli, "require", lambda *modules, **_: None)
         status = cli.main(["check", write(tmp_path, V3), *argv])
-        return status, jobs[0], capsys.readouterr().out
+        return status, jobs[0] if jobs else None, capsys.readouterr().out
 
     return run
 
 
-def test_check_runs_prompts_and_derives_the_bucket(checked):
-    status, job, _ = checked(2, "--max-num-seqs", "8", "--layers", "3")
-    assert status == 0 and job.prompts and job.plugin
-    assert job.engine["compilation_config"]["pass_config"] == {config.FLAG: True}
-    assert job.engine["additional_config"] == {config.OPTIONS_KEY: {"provider": "reference"}}
-    assert job.engine["max_num_seqs"] == 8 and job.config["num_hidden_layers"] == 3
+KIMI = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {**V3},
+        "model_type": "kimi_k25"}  # fmt: skip
+WIDE = {"hidden_size": 7168, "n_routed_experts": 256, "moe_intermediate_size": 2048}
+MANY = {"num_attention_heads": 128}
+RANKS = "--tensor-parallel-size 2 --decode-context-parallel-size 2"
+# What fuses of two layers, changes of V3, arguments, and the version of Triton.
+CASES = {
+    "nothing asked": (2, {}, "", "3.7.0"),
+    "layers and requests": (2, {}, "--max-num-seqs 8 --layers 3", "3.7.0"),
+    "drafts": (2, {}, "--max-num-seqs 512 --speculative-tokens 3", "3.7.0"),
+    "all of it": (2, {}, "--max-num-seqs 64 --tensor-parallel-size 2 --speculative-tokens 1 "
+                  "--kv-cache-dtype fp8", "3.7.0"),
+    "ranks that share a cache": (2, {}, RANKS, "3.7.0"),
+    "the same, portable": (2, {}, f"{RANKS} --attention portable", "3.7.0"),
+    "no layer": (0, {}, "", "3.7.0"),
+    "one layer": (1, {}, "", "3.7.0"),
+    "the language part of another class": (2, KIMI, "", "3.7.0"),
+    "a head size the CPU lacks": (2, {"kv_lora_rank": 256}, "", "3.7.0"),
+    "a draft head": (2, {"architectures": ["DeepSeekMTPModel"]}, "--max-num-seqs 4", "3.7.0"),
+    "layers for drafts": (2, {"num_nextn_predict_layers": 1}, "--speculative-tokens 3", "3.7.0"),
+    "code of its own": (2, {"auto_map": {"AutoModel": "code.Model"}}, "", "3.7.0"),
+    "fp8 weights": (2, {"quantization_config": {"quant_method": "fp8"}}, "", "3.7.0"),
+    "too large for one GPU": (2, WIDE | MANY, "", "3.7.0"),
+    "too large for four": (2, WIDE | MANY, "--tensor-parallel-size 4", "3.7.0"),
+    "eight GPUs": (2, WIDE | MANY, "--tensor-parallel-size 8", "3.7.0"),
+    **{f"Triton {triton}, {cache}": (2, {}, f"--kv-cache-dtype {cache}", triton)
+       for triton, cache in (("3.6.0", "fp8"), ("3.6.0", "fp8_e4m3"), ("3.6.0", "auto"),
+                             ("", "fp8"))},
+    **{f"aiter{argv}": (2, MANY, f"--attention aiter{argv}", "3.7.0") for argv in (
+        " --kv-cache-dtype fp8",
+        " --kv-cache-dtype fp8 --tensor-parallel-size 8 --speculative-tokens 2",
+        " --tensor-parallel-size 16 --max-num-seqs 31",
+        " --tensor-parallel-size 16 --max-num-seqs 32", " --speculative-tokens 4")},
+    "aiter, other latents": (2, MANY | {"kv_lora_rank": 256}, "--attention aiter", "3.7.0"),
+    "portable, latents too wide": (2, {"kv_lora_rank": 2048}, "--attention portable", "3.7.0"),
+    "portable": (2, {}, "--attention portable", "3.7.0"),
+    **{f"portable, o_proj {' '.join(map(str, given.values()))}": (
+        2, {"quantization_config": given}, "--attention portable", "3.7.0") for given in (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "compressed-tensors"})},
+}  # fmt: skip
 
 
-def test_check_widens_the_bucket_by_draft_tokens(checked):
-    _, job, _ = checked(2, "--max-num-seqs", "512", "--speculative-tokens", "3")
-    bucket = job.engine["compilation_config"]["pass_config"][config.THRESHOLD]
-    assert bucket == 2048 < job.engine["max_num_batched_tokens"]
+@pytest.mark.parametrize("case", CASES)
+def test_the_answer(case, checked, golden, monkeypatch):
+    """Without the names of backends, which are the release's; and what the engine was given."""
+    fused, changes, argv, triton = CASES[case]
+    monkeypatch.setattr("tests.cli.test_check.V3", V3 | changes if changes is not KIMI else KIMI)
+    monkeypatch.setattr(check, "version_of", lambda package: triton)
+    status, job, printed = checked(fused, *argv.split())
+    lines = printed.splitlines()
+    assert len(lines) <= 5 or "--attention" in argv
+    assert (status == 0) == (": fuses. " in lines[0])
+    if job:
+        given = job.engine
+        bucket = given["compilation_config"]["pass_config"].get(config.THRESHOLD)
+        assert given["additional_config"] == {config.OPTIONS_KEY: {"provider": "reference"}}
+        names = ("max_num_seqs", "kv_cache_dtype", "speculative_config")
+        facts = {name: given[name] for name in names if name in given}
+        facts |= {"layers": job.config["num_hidden_layers"], "bucket": bucket}
+        said = " ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
+        lines.append(f"engine: {said}, {'prompts' if job.prompts else 'no prompt'}")
+    text = re.sub(r"(attention backend) .+:", r"\1 ...:", "\n".join(lines))
+    golden("check", CASES, case, text)
 
 
-def test_check_of_ranks_that_share_a_cache(checked, capsys, tmp_path):
-    argv = "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"
-    status, _, printed = checked(2, *argv)
-    assert status == 0 and "Two ranks were right on two H200s" in printed
-    for line in (line for line in printed.splitlines() if "vllm serve" in line):
-        assert "--decode-context-parallel-size 2" in line and '{"provider": "triton"}' in line
-    with_decode = ["check", write(tmp_path, V3), *argv, "--attention", "portable"]
-    assert cli.main(with_decode) == 1
-    out = capsys.readouterr().out
-    assert "(attention=portable) [context-parallel]" in out
-
-
-@pytest.mark.parametrize(
-    "fused, first",
-    [(0, "does not fuse"), (1, "1 of 2 MLA layers of the cut model stay unfused")],
-)
-def test_check_fails_when_a_layer_does_not_fuse(fused, first, checked):
-    status, _, printed = checked(fused)
-    answer = printed.splitlines()
-    assert status == 1
-    assert answer[0] == f"DeepseekV3ForCausalLM: {first}"
-    assert fused or ("q [7]" in answer[1] and "[shape]" in answer[1])
-    assert fused or answer[2].startswith("  What would help: ")
-
-
-def test_the_class_that_the_config_names_comes_first(checked, monkeypatch):
-    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {**V3}}
-    monkeypatch.setattr("tests.cli.test_check.V3", {"model_type": "kimi_k25", **whole})
-    _, _, printed = checked(2)
-    assert printed.startswith("KimiK25ForConditionalGeneration (DeepseekV3ForCausalLM): fuses.")
+def test_the_command_can_be_pasted(checked):
+    argv = "--max-num-seqs 64 --speculative-tokens 1 --tensor-parallel-size 2"
+    _, _, printed = checked(2, *argv.split())
+    engine = check_vllm(shlex.split(printed.splitlines()[2])[1:])
+    drafts = engine.speculative_config["num_speculative_tokens"]
+    assert engine.max_num_seqs * (1 + drafts) == 128
 
 
 def test_many_reasons_are_a_short_answer():
@@ -183,16 +214,6 @@ def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, checked):
     status, job, printed = checked(2, "--json")
     assert status == 0 and not job.prompts
     assert "generates no token" in printed
-
-
-def test_check_runs_a_draft_head_beside_a_target(monkeypatch, checked):
-    monkeypatch.setitem(V3, "architectures", ["DeepSeekMTPModel"])
-    status, job, printed = checked(2, "--max-num-seqs", "4")
-    assert status == 0 and not job.prompts
-    drafts = job.engine["speculative_config"]
-    assert (drafts["method"], drafts["num_speculative_tokens"]) == ("mtp", 1)
-    assert job.engine["compilation_config"]["pass_config"][config.THRESHOLD] == 8
-    assert "vllm serve MODEL" in printed and '"method":"mtp"' in printed
 
 
 @pytest.mark.parametrize(
@@ -223,68 +244,6 @@ def test_check_leaves_no_folder_when_the_engine_fails(
 
 
 # --- the answer
-
-
-def test_the_answer_comes_first_and_can_be_pasted(checked, tmp_path):
-    argv = ("--max-num-seqs", "64", "--tensor-parallel-size", "2", "--speculative-tokens", "1")
-    status, _, printed = checked(2, *argv, "--kv-cache-dtype", "fp8")
-    lines = printed.splitlines()
-    assert status == 0 and len(lines) == 4
-    assert lines[0] == (
-        "DeepseekV3ForCausalLM: fuses. Every MLA layer, in graphs for 1 to 128 tokens: 64 requests "
-        "of 1 + 1 tokens at once (--max-num-seqs; vLLM's own may be higher)"
-    )
-    assert "NVIDIA GPUs" in lines[1] and "TRITON_MLA" in lines[1]
-    assert "AMD GPUs" in lines[3] and "not yet run" in lines[3] and "ROCM_AITER_MLA" in lines[3]
-    assert lines[3].endswith("the same after VLLM_ROCM_USE_AITER=1")
-    nvidia = shlex.split(lines[2])
-    serve = "vllm serve MODEL --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8"
-    drafts = '{"method":"ngram","num_speculative_tokens":1}'
-    assert nvidia == [
-        *serve.split(), "--speculative-config", drafts, f"-cc.pass_config.{config.FLAG}=True"
-    ]  # fmt: skip
-    assert_vllm_has_the_range(nvidia[1:], 128)
-
-
-def assert_vllm_has_the_range(words, tokens):
-    engine = check_vllm(words)
-    assert engine.max_num_seqs * (1 + engine.speculative_config["num_speculative_tokens"]) == tokens
-
-
-def test_drafts_come_from_the_layers_that_the_model_has_for_them(checked, monkeypatch):
-    monkeypatch.setitem(V3, "num_nextn_predict_layers", 1)
-    _, _, printed = checked(2, "--speculative-tokens", "3")
-    words = shlex.split(printed.splitlines()[2])
-    assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "mtp"
-
-
-WIDE = {"hidden_size": 7168, "n_routed_experts": 256, "moe_intermediate_size": 2048}
-WIDE |= {"num_attention_heads": 128}
-
-
-@pytest.mark.parametrize(
-    "changes, argv, said, unsaid",
-    [
-        ({}, (), "vllm serve MODEL -cc", ("--max-num-seqs 256", "--trust-remote", "checkpoint")),
-        ({"auto_map": {"AutoModel": "code.Model"}}, (), "MODEL --trust-remote-code -cc", ()),
-        (WIDE, (), "holds (288): --tensor-parallel-size 8 at least", ("weights in",)),
-        (WIDE, ("--tensor-parallel-size", 4), "on 4 GPUs more than", ()),
-        (WIDE, ("--tensor-parallel-size", 8), "fuses", ("largest",)),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            (),
-            "weights in fp8, of which vLLM unpacks W_UK and W_UV",
-            (),
-        ),
-    ],
-)
-def test_the_answer_leaves_out_what_nobody_asked_for_and_says_what_a_user_needs(
-    changes, argv, said, unsaid, checked, monkeypatch
-):
-    monkeypatch.setattr("tests.cli.test_check.V3", V3 | changes)
-    _, _, printed = checked(2, *map(str, argv))
-    assert said in printed and not any(text in printed for text in unsaid)
-    assert len(printed.splitlines()) <= 5
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
@@ -347,17 +306,6 @@ def test_the_answer_as_json(checked):
     assert said["tokens"] == [1, 256] and said["platforms"] == ["nvidia", "amd"]
     assert said["cut_model"] == {"fused": 2, "layers": 2} and said["reasons"] == []
     assert set(said["commands"]) == set(said["backends"]) == {"nvidia", "amd"}
-
-
-@pytest.mark.parametrize("version, cache, notes", [
-    ("3.6.0", "fp8", 1), ("3.6.0", "fp8_e4m3", 1), ("3.6.0", "auto", 0), ("3.7.0", "fp8", 0),
-    ("", "fp8", 0),
-])  # fmt: skip
-def test_software_conversions_of_an_old_triton(version, cache, notes, checked, monkeypatch):
-    monkeypatch.setattr(check, "version_of", lambda package: version)
-    _, _, printed = checked(2, "--kv-cache-dtype", cache)
-    assert printed.count("on gfx950 with the Triton that is installed here") == notes
-    assert printed.count("install Triton 3.7") == notes
 
 
 def test_a_layer_outside_any_graph_is_not_fused():

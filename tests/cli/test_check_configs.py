@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from mla_fusion import cli, report
 from mla_fusion.cli import child
+from mla_fusion.cli.check import command as check
 from mla_fusion.cli.check import language_part, model_classes, model_config
-from tests.cli.test_check import CONFIGS, V3
+from tests.cli.test_check import CONFIGS, V3, asked
 from tests.cli.test_cli import fail, store
 from tests.models import write
 
@@ -177,6 +178,16 @@ def test_a_file_of_vllm_without_what_is_looked_for_is_an_error(file, lost, ask, 
     with pytest.raises(cli.UserError) as raised:
         ask()
     assert re.match(rf"found no {said}.* in {path}: mla-fusion reads", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "attention, platforms, aiters", [("auto", 2, True), ("portable", 2, False), ("aiter", 1, True)]
+)
+def test_backends_go_with_the_decode(attention, platforms, aiters):
+    cut = cut_of({**V3, "num_attention_heads": 128}, ranks=8)
+    settings = asked("m", "--attention", attention)
+    found = check._backends(settings, cut, "DeepseekV3ForCausalLM")
+    assert (len(found), any("AITER" in name for name in found["amd"])) == (platforms, aiters)
 
 
 # --- what is read and what is run

@@ -27,28 +27,6 @@ def fail(capsys, *argv):
 # --- arguments
 
 
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("", "COMMAND"),
-        ("serve", "invalid choice: 'serve'"),
-        ("chek m", "no command is called chek: did you mean check?\n"),
-        ("check", "CONFIG"),
-        ("check m --max-num-seqs 0", "'0' is not a positive whole number"),
-        ("check m --layers two", "'two' is not a positive whole number"),
-        ("check m --speculative-tokens -1", "'-1' is neither 0 nor a positive whole number"),
-        ("check m --provider cuda", "invalid choice: 'cuda'"),
-        ("check m --unknown", "--unknown"),
-    ],
-)
-def test_wrong_arguments_are_usage_errors(line, said, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(line.split())
-    assert stopped.value.code == 2
-    text = capsys.readouterr().err
-    assert "usage: mla-fusion" in text and said in text
-
-
 def test_demo_exit_status_says_whether_the_tokens_are_equal(monkeypatch, tmp_path):
     for result, status in ((True, 0), (False, 1)):
         monkeypatch.setattr(demo, "compare", lambda out, result=result: result)

