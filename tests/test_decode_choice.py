@@ -78,32 +78,34 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     assert decode_choice.choose(layer(), AUTO, engine()).planner
 
 
-def test_auto_is_ours_where_it_was_measured(h200):
-    named = "portable with 1 to 256 sequences (auto: as measured)"
-    choice = decode_choice.choose(layer(), AUTO, engine())
-    assert choice == Choice("portable", ((1, 256),), named)
-    choice = decode_choice.choose(layer(heads=20), AUTO, engine())
-    assert (choice.planner, choice.runs) == ("portable", ((1, 64),))
-    assert "with 1 to 64 sequences, FLASH_ATTN_MLA else" in choice.why
-    choice = decode_choice.choose(layer(), AUTO, engine(drafts=3))  # 4 query rows have their own
-    assert (choice.planner, choice.runs) == ("portable", ((1, 256),))
-
-
 @pytest.mark.parametrize(
-    ("of_layer", "of_engine", "why"),
+    ("of_layer", "of_engine", "runs", "why"),
     [
-        ({"heads": 24}, {}, "FLASH_ATTN_MLA (auto: not measured against it with 24 heads in bfl"),
-        ({"backend": "TRITON_MLA"}, {}, "TRITON_MLA (auto: not measured against it with 16 heads "),
-        ({"latent": 256}, {}, "not measured with 256 + 64"),
-        ({}, {"drafts": 2}, "not measured against it with 16 heads x 3 query rows in bfloat16)"),
-        ({}, {"dcp": 2}, "ranks share the cache"),
-        ({}, {"ubatching": True}, "microbatches"),
-        ({}, {"page": 16}, "not measured with pages of 16 tokens"),
+        ({}, {}, ((1, 256),), "portable with 1 to 256 sequences (auto: as measured)"),
+        ({"heads": 20}, {}, ((1, 64),), "with 1 to 64 sequences, FLASH_ATTN_MLA else"),
+        ({}, {"drafts": 3}, ((1, 256),), ""),  # 4 query rows have their own
+        (
+            {"heads": 24},
+            {},
+            (),
+            "FLASH_ATTN_MLA (auto: not measured against it with 24 heads ",
+        ),
+        ({"backend": "TRITON_MLA"}, {}, (), "TRITON_MLA (auto: not measured against it with 16 h"),
+        ({"latent": 256}, {}, (), "not measured with 256 + 64"),
+        (
+            {},
+            {"drafts": 2},
+            (),
+            "not measured against it with 16 heads x 3 query rows in",
+        ),
+        ({}, {"dcp": 2}, (), "ranks share the cache"),
+        ({}, {"ubatching": True}, (), "microbatches"),
+        ({}, {"page": 16}, (), "not measured with pages of 16 tokens"),
     ],
 )
-def test_auto_is_vllms_elsewhere_and_says_why(h200, of_layer, of_engine, why):
+def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine, runs, why):
     choice = decode_choice.choose(layer(**of_layer), AUTO, engine(**of_engine))
-    assert not choice.planner and why in choice.why
+    assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
     h200["found"] = eligibility.LayerFacts(Decline("portable-attention", "a sliding window"), False)
     choice = decode_choice.choose(layer(), AUTO, engine())
     assert not choice.planner and "a sliding window" in choice.why

@@ -1,4 +1,6 @@
-"""Golden files: `golden/COMMAND.txt` has what a command says in each case.
+"""What several commands' tests share.
+
+Golden files: `golden/COMMAND.txt` has what a command says in each case.
 
 `pytest tests/cli -n 0 --renew-golden` writes them again; read the diff before you commit it.
 """
@@ -6,6 +8,8 @@
 from pathlib import Path
 
 import pytest
+
+from tests.on_cpu import decodes_on_cpu
 
 FOLDER = Path(__file__).with_name("golden")
 
@@ -26,3 +30,10 @@ def golden(request):
         assert list(kept) == list(cases)
 
     return check
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The decodes run on a CPU."""
+    with decodes_on_cpu(monkeypatch):
+        yield

@@ -13,16 +13,9 @@ from mla_fusion.cli.bench import command as bench
 from mla_fusion.cli.bench import decode as bench_decode
 from mla_fusion.measure import decode_peers as peers
 from mla_fusion.measure import records, timing
-from tests.on_cpu import decodes_on_cpu
 
 SMALL = ["--batches", "1", "16", "--contexts", "70", "--heads", "2", "--latent", "32"]
 ARGV = ["bench", "decode", *SMALL, "--rope", "16", "--rounds", "3"]
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    with decodes_on_cpu(monkeypatch):
-        yield
 
 
 def right(inputs):

@@ -10,13 +10,6 @@ import torch
 
 from mla_fusion.measure import decode_peers as peers
 from tests.gpus import imitate
-from tests.on_cpu import decodes_on_cpu
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    with decodes_on_cpu(monkeypatch):
-        yield
 
 
 @pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])

@@ -168,8 +168,8 @@ def test_a_file_of_vllm_without_what_is_looked_for_is_an_error(file, lost, ask, 
     """Not an empty list, by which every model would fuse, or none."""
     path, read = model_classes._folder("vllm") / file, Path.read_text
 
-    def without(self, *given):
-        text = read(self, *given)
+    def without(self, *given, **options):
+        text = read(self, *given, **options)
         return re.sub(lost, "", text) if self == path else text
 
     for cached in ("_registry", "_classes"):

@@ -40,6 +40,14 @@ def lacking(module, name):
     return register()
 
 
+def outside():
+    """The same of a vLLM outside the window."""
+    from mla_fusion.config import vllm_compat
+
+    vllm_compat.installed_version = lambda: "0.99.0"
+    return lacking("vllm.config", "VllmConfig._set_compile_ranges")
+
+
 def lost_later():
     """The same if a name is missing in a module that is imported after the plugin was loaded."""
     from mla_fusion import plugin
@@ -88,7 +96,8 @@ def main():
 
     known.extend((CompilationConfig, VllmConfig, WorkerBase))
     found = {f"{module}.{name}": forked(lacking, module, name) for module, name in names()}
-    found |= {"later": forked(lost_later), "none": forked(register), "imported": waits}
+    found |= {"later": forked(lost_later), "outside": forked(outside)}
+    found |= {"none": forked(register), "imported": waits}
     print(json.dumps(found))
 
 

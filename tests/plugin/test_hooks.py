@@ -28,6 +28,13 @@ def test_without_a_name_nothing_is_changed_and_one_warning_names_it(found, name)
     assert all(name.rpartition(".")[2] in each and "inactive" in each for each in said)
 
 
+def test_vllm_outside_the_window_whose_names_are_gone(found):
+    changed, taken, [said] = found["outside"]
+    assert (changed, taken) == ([], ["eliminate_noops"])
+    assert "mla_fusion is inactive: this vLLM release is outside the window" in said
+    assert "0.99.0, supported are 0.26 to 0.33" in said and "_set_compile_ranges" in said
+
+
 def test_with_all_names_everything_is(found):
     changed, taken, said = found["none"]
     assert (changed, len(taken), said) == (["VllmConfig", "WorkerBase"], 2, [])
