@@ -11,8 +11,9 @@ from tests.passes.fake_engine import fuse
 
 
 def through(module, spec, quantized_query=False, fused=True):
-    """(what Inductor compiles of a copy of the graph, with the passes where vLLM runs them; what
-    became of the layers, without them None). It takes the list of the graph's inputs."""
+    """(what Inductor compiles of a copy of the graph, with the passes where vLLM runs them, or None
+    if it holds for one number of tokens alone; what became of the layers, without them None). It
+    takes the list of the graph's inputs."""
     module, record = graphs.copy(module), None
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
 
@@ -27,6 +28,14 @@ def through(module, spec, quantized_query=False, fused=True):
         "force_disable_caches": True,
     }  # fmt: skip
     mode = detect_fake_mode(values)
+    shapes = mode.shape_env
+    kept = dict(shapes.replacements)
     patched, context = torch._inductor.config.patch(settings), TracingContext(mode)
-    with patched, V.set_fake_mode(mode), tracing(context):
-        return compile_fx_inner(module, values), record
+    try:
+        with patched, V.set_fake_mode(mode), tracing(context):
+            compiled = compile_fx_inner(module, values)
+        return compiled if shapes.replacements == kept else None, record
+    finally:  # other copies of the graph share its symbols
+        shapes.replacements.clear()
+        shapes.replacements.update(kept)
+        shapes._update_version_counter()
