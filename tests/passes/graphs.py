@@ -11,12 +11,12 @@ import re
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 import vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion  # noqa: F401  registers its op
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.compile_fx import compile_fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.nn.functional import silu
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
@@ -28,6 +28,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 from mla_fusion import runtime
 from mla_fusion.config import vllm_compat
 from tests.passes import declare, linears
+from tests.passes.splits import SPLITS
 
 runtime.register_ops()
 
@@ -47,24 +48,6 @@ SCALINGS = {
     "expanded": lambda q, factor: (q * factor.expand(q.shape)).to(q.dtype),
     "flat": lambda q, factor: (q.flatten(1) * factor.view(-1, 1)).to(q.dtype).view(q.shape),
     "view": lambda q, factor: (q * factor.squeeze(-1)[:, None].expand_as(q)).to(q.dtype),
-}
-
-
-# Ways to split a projection x [T, 2 * H * n] into (query, gate), each [T, H, n] or alike. Both are
-# views of a value that no op of the graph stores.
-SPLITS = {
-    "unbind": lambda x, bias: (x + bias).view(-1, 2, HEADS, NOPE + ROPE).unbind(1),
-    "chunk": lambda x, bias: F.silu(x).view(-1, 2 * HEADS, NOPE + ROPE).chunk(2, 1),
-    "interleaved": lambda x, bias: (x * bias).view(-1, HEADS, NOPE + ROPE, 2).unbind(-1),
-    "transposed": lambda x, bias: (
-        (x.t() + bias[:, None]).t().view(-1, 2, HEADS, NOPE + ROPE).unbind(1)
-    ),
-    "permuted": lambda x, bias: (
-        F.silu(x).view(-1, NOPE + ROPE, 2, HEADS).permute(2, 0, 3, 1).unbind(0)
-    ),
-    "expanded": lambda x, bias: (
-        (x + bias).view(-1, 2 * HEADS, 1, NOPE + ROPE).expand(-1, -1, HEADS, -1).unbind(1)[:2]
-    ),
 }
 
 
@@ -220,14 +203,14 @@ def _layer(spec, i, t, hidden):
     else:
         kv = torch.mm(hidden, t[f"w_kv_{i}"])
     if spec.split:
-        kv = F.silu(kv)
+        kv = silu(kv)
     kv_c, k_pe = kv.split([LATENT, ROPE], dim=-1)
     kv_c = _rms_norm(kv_c, t[f"gain_{i}"])
     k_pe = k_pe.unsqueeze(1)
     q = torch.mm(q_in, t[f"w_q_{i}"])
     gate = q
     if spec.split:
-        q, gate = SPLITS[spec.split](q, t[f"bias_{i}"])
+        q, gate = SPLITS[spec.split](q, t[f"bias_{i}"], HEADS, NOPE + ROPE)
     q = q.view(-1, HEADS, NOPE + ROPE)
     name = _encode_layer_name(layer_names(spec)[i])
     dtype, scale = spec.kv_cache_dtype, t["k_scale"]

@@ -7,8 +7,9 @@ import pytest
 
 from tests.nightly import daily
 from tests.passes.fake_engine import BATCHES, assert_same, run
-from tests.passes.graphs import ROPES, SPLITS, Spec, build
+from tests.passes.graphs import ROPES, Spec, build
 from tests.passes.inductor import through
+from tests.passes.splits import SPLITS
 
 EVERY = [
     Spec(rope, split=split, gated=gated)
