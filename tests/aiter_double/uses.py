@@ -223,7 +223,7 @@ RULES = {
         Rule("the output is bf16", Use(decode=lambda a: {"out": a["q"][..., :512].float()})),
         Rule("the cache is dense", given("kv_cache", lambda x: half(x, 2)), "kv_cache is strided"),
         *(Rule("an fp8 query has scales of fp32", given(name, make),
-               f"{name} must be one fp32 element")
+               f"{name} must be a tensor of one fp32 element")
           for name, make in (("q_scale", torch.Tensor.double), ("q_scale", lambda x: None),
                              ("kv_scale", lambda x: 0.25))),
         Rule("every key has an entry of the cache", Use(decode=wrong_block)),
