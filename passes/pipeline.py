@@ -127,8 +127,7 @@ class LastStep(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run pass 5, contained, then vLLM's step, whose error is raised unchanged."""
-        fix, compile_range = MLAFixFunctionalizationPass(None), get_pass_context().compile_range
-        contained(graph, compile_range, lambda graph, record: fix(graph))
+        contained(graph, get_pass_context().compile_range, _fix)
         if self.rest is None:
             return
         # vLLM's step never meets an op of pass 5 that stayed functional, for instance after an
@@ -141,6 +140,10 @@ class LastStep(InductorPass):
         finally:
             for node, target in kept.items():
                 node.target = target
+
+
+def _fix(graph: fx.Graph, record: report.RangeReport) -> None:
+    MLAFixFunctionalizationPass(None)(graph)
 
 
 def _hidden() -> None:

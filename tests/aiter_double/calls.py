@@ -85,6 +85,7 @@ FEW = {"q": lambda a: a["q"][:, :2], "w_uk_t": lambda a: a["w_uk_t"][:2],
        "q_out": lambda a: a["q_out"][:, :2].contiguous()}  # fmt: skip
 CACHE = "kv_cache must be torch.bfloat16 or torch.float8"
 SCALES = "k_scale and q_scale must be fp32 on the device"
+ONE = "{} must be a tensor of one fp32 element"
 ALIGNED = "q, kv_c, k_pe, kv_cache and q_out must be aligned to 4 bytes"
 TABLE = "cos_sin_cache"
 BROKEN = {
@@ -117,10 +118,11 @@ BROKEN = {
     "a narrow table": ({TABLE: lambda a: a[TABLE][:, ::2].contiguous()},
                        "cos_sin_cache must be of shape (100, 64)"),
     # Scales.
-    **{f"{name}: {how}": ({name: lambda a, value=value: value}, SCALES)
+    **{f"{name}: {how}": ({name: lambda a, value=value: value}, wanted.format(name))
        for name in ("k_scale", "q_scale")
-       for how, value in (("a number", 0.02), ("elsewhere", torch.ones(1, device="meta")),
-                          ("fp64", torch.ones(1, dtype=torch.float64)), ("none", torch.ones(0)))},
+       for how, value, wanted in (("a number", 0.02, ONE), ("none", torch.ones(0), ONE),
+                                  ("fp64", torch.ones(1, dtype=torch.float64), ONE),
+                                  ("elsewhere", torch.ones(1, device="meta"), SCALES))},
     # What is read.
     "query heads apart": ({"q": lambda a: by_head(a["q"])}, ""),
     "few query heads apart": (FEW | {"q": lambda a: by_head(a["q"][:, :2])}, ""),

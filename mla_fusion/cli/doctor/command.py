@@ -242,5 +242,8 @@ def _columns(facts: dict[str, str]) -> list[str]:
 def _wrapped(start: str, texts: Iterable[str]) -> list[str]:
     """Each text after `start`, in lines of at most 100 characters."""
     indent = " " * max(len(start), 4)
-    wrap = textwrap.TextWrapper(100, subsequent_indent=indent, break_on_hyphens=False).wrap
-    return [line for text in texts for line in wrap(start + text)]
+    # A path stays whole, to be copied.
+    wrapper = textwrap.TextWrapper(
+        100, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return [line for text in texts for line in wrapper.wrap(start + text)]
