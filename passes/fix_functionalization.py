@@ -11,12 +11,15 @@ raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1, copy and sl
 there; here each may be missing.
 
 Safe because an op writes in place only to memory whose old value nothing reads after it, through
-any alias that `patterns.nodes` knows or cannot exclude, and of which no two elements are one. Any
-other argument is cloned first, and the op writes to the clone. No call is left to the copies that
+any alias that `patterns.nodes` knows or cannot exclude, and of which no two elements are one. A
+value that is computed before the op and read after it counts as such a reader: Inductor computes
+what no op needs stored as late as its reader. Any other argument is cloned first, and the op writes
+to the clone. No call is left to the copies that
 Inductor makes for `auto_functionalized`: it rebuilds an argument from the strides of its metadata,
 which a view of a value that was never stored does not have."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +29,7 @@ from torch import fx
 from mla_fusion import ops
 from mla_fusion.passes.rewrite import PassResult, drop_dead, mutated, replace
 from mla_fusion.patterns import site
-from mla_fusion.patterns.nodes import Memory, arguments, is_view
+from mla_fusion.patterns.nodes import Memory, arguments, is_aten, is_number, is_view, walk
 from mla_fusion.patterns.probe import concrete
 from mla_fusion.patterns.site import FUSED_ROPE_UPDATE, functionalized_op, outputs, same_view
 
@@ -146,12 +149,23 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
     fx.node.map_arg((node.args, node.kwargs), given.append)
     if sum(value in shown for value in given) > 1:
         return True
+    readers = {
+        user for value in shown for user in value.users
+        if user not in ignored and not (user in shown and is_view(user))
+    }  # fmt: skip
+    stored = set().union(*(memory.origins(value) for value in given))
     return any(
         user > node and site.is_live(user) and not _feeds_only(user, ignored)
-        for value in shown
-        for user in value.users
-        if user not in ignored and not (user in shown and is_view(user))
+        for user in walk(readers, lambda read: _computed_late(read, node, stored))
     )
+
+
+def _computed_late(value: fx.Node, node: fx.Node, stored: set[fx.Node]) -> Iterable[fx.Node]:
+    """The readers of `value` if it precedes `node` and Inductor may compute it only for them: as it
+    may all of torch's ops, but those whose result `node` needs in memory."""
+    lazy = is_aten(value) or value.target is operator.getitem
+    late = lazy and value < node and value not in stored and not is_number(value)
+    return value.users if late else ()
 
 
 def _feeds_only(node: fx.Node, ignored: list[fx.Node]) -> bool:

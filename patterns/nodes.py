@@ -42,6 +42,12 @@ def is_float(node: fx.Node) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
+def is_number(node: fx.Node) -> bool:
+    """True if a node stands for a number, such as a size, or a name."""
+    numbers = int | float | str | torch.SymInt | torch.SymFloat | torch.SymBool
+    return isinstance(node.meta.get("val", node), numbers)
+
+
 def holds(wider: torch.dtype, dtype: torch.dtype) -> bool:
     """True if type `wider` has every number of type `dtype`, so that a conversion rounds none.
     Integers are positions and places, which all fit 32 bits."""
@@ -136,8 +142,7 @@ def is_view(node: fx.Node) -> bool:
 
 def _shown(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the value of `node` may show."""
-    numbers = int | float | str | torch.SymInt | torch.SymFloat | torch.SymBool
-    if isinstance(node.meta.get("val", node), numbers):
+    if is_number(node):
         return []
     schema = schema_of(node)
     if schema is None:

@@ -298,6 +298,7 @@ def test_memory_that_two_ops_write_one_after_the_other(plain_kernels):
 
 FUSED_LAYER = Spec("native")
 declare.op("mla_fusion_tests", "forgets(Tensor x) -> Tensor", torch.detach, torch.detach)
+declare.op("mla_fusion_tests", "stores(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def projection(module):
@@ -346,9 +347,10 @@ def test_an_op_that_says_nothing_but_whose_value_has_the_storage(plain_kernels):
         [(aten.unbind.int, 1), (edits.operator.getitem, 1), (aten.neg.default,)],
     ],
 )
-def test_a_value_of_its_own_or_an_alias_that_is_read_before_costs_no_copy(calls):
+def test_a_value_of_its_own_or_an_alias_that_is_stored_before_costs_no_copy(calls):
     module = build(FUSED_LAYER)
-    edits.also_return(module, programs.behind(module, projection(module), *calls))
+    stores = (torch.ops.mla_fusion_tests.stores.default,)
+    edits.also_return(module, programs.behind(module, projection(module), *calls, stores))
     assert in_place(module)
 
 

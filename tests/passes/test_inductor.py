@@ -2,10 +2,13 @@
 of these values it stores, others never."""
 
 import itertools
+import operator
 
 import pytest
+import torch
 
 from tests.nightly import daily
+from tests.passes import edits
 from tests.passes.fake_engine import BATCHES, assert_same, run
 from tests.passes.graphs import ROPES, Spec, build
 from tests.passes.inductor import through
@@ -37,3 +40,24 @@ def test_a_split_projection(spec):
             batch = BATCHES[name]
             found = run(module, spec, batch, compiled=compiled)
             assert_same(run(module, spec, batch), found, batch, tolerance=1e-4)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("rope", ["native", "vllm_c"])
+def test_a_value_computed_before_the_rotation_and_read_after_it(rope, halves):
+    """Inductor stores no pointwise value of k_pe, nor a half of it, until something reads it."""
+    spec = Spec(rope)
+    module = build(spec)
+    k_pe = edits.unrotated_k(module)
+    before = k_pe.next
+    early = edits.add(module, before, torch.ops.aten.neg.default, k_pe)
+    if halves:
+        parts = edits.add(module, before, torch.ops.aten.split.Tensor, early, 4, -1)
+        early = edits.add(module, before, operator.getitem, parts, 1)
+    edits.read_also(module, early)
+    compiled, record = through(module, spec)
+    assert record.fused == 1
+    for batch in (BATCHES["decode"], BATCHES["prefill"]):
+        found = run(module, spec, batch, compiled=compiled)
+        assert_same(run(module, spec, batch), found, batch, tolerance=1e-4)
