@@ -29,9 +29,13 @@ class Hook:
     change: Callable[[], object]
 
     def require(self) -> None:
-        """Raise AttributeError or ImportError if a name is missing."""
+        """Raise ImportError without the module, AttributeError without one of the names."""
+        module = importlib.import_module(self.module)
         for name in self.names:
-            functools.reduce(getattr, name.split("."), importlib.import_module(self.module))
+            try:
+                functools.reduce(getattr, name.split("."), module)
+            except AttributeError:  # its text guesses at a circular import
+                raise AttributeError(f"{self.module}.{name}") from None
 
 
 def _restore(fields: dict[str, Any]) -> Any:
@@ -66,8 +70,12 @@ HOOKS = (
     ),
     Hook("vllm.v1.worker.worker_base", ("WorkerBase",), workers.prepare_workers),
     Hook(
+        "vllm.model_executor.layers.attention.mla_attention",
+        ("MLACommonMetadataBuilder",), workers.count_steps,
+    ),
+    Hook(
         "vllm.v1.attention.backends.registry",
-        ("AttentionBackendEnum", "register_backend"), sparse.offer,
+        ("AttentionBackendEnum.clear_override", "register_backend"), sparse.offer,
     ),
 )  # fmt: skip
 _registered = False

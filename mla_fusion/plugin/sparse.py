@@ -2,6 +2,7 @@
 
 from mla_fusion import logger
 from mla_fusion.config.vllm_compat import SPARSE_BACKEND
+from mla_fusion.plugin.wrap import undo_by
 
 
 def offer() -> None:
@@ -16,5 +17,6 @@ def offer() -> None:
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         register_backend(custom, SPARSE_BACKEND)
+        undo_by(custom.clear_override)
     if custom.get_path() != SPARSE_BACKEND:
         logger.debug("another plugin has the attention backend CUSTOM")

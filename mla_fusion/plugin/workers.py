@@ -53,7 +53,6 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
         # No pass registers the ops if a graph that calls them comes from a warm cache.
         runtime.register_ops()
-        count_steps()
         report.forget()
 
 

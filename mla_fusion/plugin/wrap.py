@@ -11,23 +11,27 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# On a class or module: names of what was replaced there. A mark on the wrapper would be lost where
+# On a class or module: names of what is replaced there. A mark on the wrapper would be lost where
 # another plugin wraps it, and the next worker of the process would wrap once more.
 WRAPPED = "_mla_fusion_wrapped"
-_old: list[tuple[Any, str, Any]] = []  # owner, name, what `vars(owner)` had, or `_old` itself
+_NOTHING = object()
+_undo: list[Callable[[], object]] = []
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     """Let calls of `name` of `owner`, a method or a function of a module, be calls of `instead`,
-    once, which gets the original, of a class method the bound one, before their arguments."""
+    once, which gets the original, of a class method the bound one, before their arguments. After
+    `put_back` a wrapper that another plugin wrapped calls the original."""
     original = getattr(owner, name)
     classes = owner.__mro__ if inspect.isclass(owner) else (owner,)
     definer = next(each for each in classes if name in vars(each))
-    if name in vars(definer).get(WRAPPED, ()):
+    if _is_replaced(definer, name):
         return
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _is_replaced(owner, name):
+            return original(*args, **kwargs)
         return instead(original, *args, **kwargs)
 
     replace(owner, name, staticmethod(wrapper) if inspect.ismethod(original) else wrapper)
@@ -35,25 +39,40 @@ def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 
 def replace(owner: Any, name: str, value: Any) -> None:
     """Set an attribute of a class or a module of vLLM, once, until `put_back`."""
-    if name in vars(owner).get(WRAPPED, ()):
+    if _is_replaced(owner, name):
         return
-    _old.append((owner, name, vars(owner).get(name, _old)))
+    undo_by(functools.partial(_restore, owner, name, value, vars(owner).get(name, _NOTHING)))
     setattr(owner, WRAPPED, {*vars(owner).get(WRAPPED, ()), name})
     setattr(owner, name, value)
 
 
+def undo_by(undo: Callable[[], object]) -> None:
+    """Let `put_back` call `undo`, for a change of vLLM that is no attribute."""
+    _undo.append(undo)
+
+
 def put_back() -> None:
-    """Undo every `replace` of this process, the last one first."""
-    while _old:
-        owner, name, before = _old.pop()
-        setattr(owner, WRAPPED, vars(owner)[WRAPPED] - {name})
-        if name == "__new__":
-            # Python calls a class's __new__ for good once it had one; object's takes no fields.
-            setattr(owner, name, lambda cls, *args, **kwargs: object.__new__(cls))
-        elif before is _old:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    """Undo every change of this process, the last one first."""
+    while _undo:
+        _undo.pop()()
+
+
+def _is_replaced(owner: Any, name: str) -> bool:
+    return name in vars(owner).get(WRAPPED, ())
+
+
+def _restore(owner: Any, name: str, value: Any, before: Any) -> None:
+    """Give an attribute its old value, unless another plugin replaced `value`."""
+    setattr(owner, WRAPPED, vars(owner)[WRAPPED] - {name})
+    if vars(owner).get(name) is not value:
+        return
+    if name == "__new__":
+        # Python calls a class's __new__ for good once it had one; object's takes no fields.
+        setattr(owner, name, lambda cls, *args, **kwargs: object.__new__(cls))
+    elif before is _NOTHING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 _waiting: dict[str, tuple[Callable[[], None], ...]] = {}

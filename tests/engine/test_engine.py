@@ -188,10 +188,10 @@ def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, meth
     assert own_log(apart) == [("INFO", SUMMARY.replace(" fused;", on))]
     assert len(list(Path(asked.cache).rglob("mla_fusion/*.json"))) == 1
     assert apart["tokens"] == fused["tokens"]
-    # Ranks add up the halves of a sum in another order.
+    # The requests reach the engine core one by one, so prompts may enter in several passes; a CPU
+    # with AMX adds in an order that depends on them. Ranks add up the halves of a bf16 sum.
     for apart_, one in zip(apart["logprobs"], fused["logprobs"], strict=True):
-        assert apart_ == (one if ranks == 1 else pytest.approx(one, abs=0.1))
-    # The requests reach the engine core one by one, so prompts may enter in several passes.
+        assert apart_ == pytest.approx(one, abs=1e-3 if ranks == 1 else 0.1)
     assert len(apart["steps"]) == ranks
     for [steps] in (rank.values() for rank in apart["steps"]):
         assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1

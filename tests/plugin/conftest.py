@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 
 from mla_fusion import plugin
 from tests.models import DEEPSEEK_V2, LLAMA, config_of, register_configs, write
@@ -31,8 +32,10 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def make(models):
-    """make(pass_config=..., **engine arguments) -> VllmConfig."""
+def make(models, monkeypatch):
+    """make(pass_config=..., **engine arguments) -> VllmConfig, of a CPU without AMX: with it vLLM
+    takes other pages and batches."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def build(pass_config=None, compilation=None, model="mla", options=REFERENCE, **kwargs):
         compilation_config = dict(compilation or {})

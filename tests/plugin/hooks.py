@@ -11,6 +11,7 @@ import os
 import sys
 
 known: list = []  # classes of vLLM, before one of their names is gone
+said: list = []  # warnings of the plugin
 
 
 def names():
@@ -55,22 +56,42 @@ def lost_later():
     late = plugin.Hook("json", ("nothing",), lambda: None)
     plugin.HOOKS = (*plugin.HOOKS, late)
     sys.modules.pop("json")
-    plugin.register()
+    register()
     import json  # noqa: F401
 
     return register()
 
 
+def wrapped_by_another():
+    """The same, after another plugin wrapped what this one had: it keeps its own, and reaches
+    vLLM's."""
+    from mla_fusion.plugin import wrap
+
+    register()
+    worker, name = known[2], "mla_fusion_steps"
+    theirs = lambda *args: "theirs"  # noqa: E731
+    setattr(worker, name, theirs)
+    called = []
+    method = type("method", (), {"f": lambda self: "vLLM's"})
+    wrap.wrap(method, "f", lambda original, self: called.append("ours") or original(self))
+    ours = method.f
+    method.f = lambda self: "theirs, then " + ours(self)
+    wrap.put_back()
+    return [getattr(worker, name) is theirs, method().f(), called]
+
+
 def register():
-    """Register, and say which classes stay changed and whether vLLM takes the flag."""
+    """Register, and say what stays changed, whether vLLM takes the flag, and what was said."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     from mla_fusion import plugin
     from mla_fusion.plugin.wrap import WRAPPED
 
-    said = []
     plugin.logger.warning = lambda text, *given: said.append(text % given)
     plugin.register()
     config, *owners = known
     changed = [owner.__name__ for owner in owners if vars(owner).get(WRAPPED)]
+    changed += ["CUSTOM"] * AttentionBackendEnum.CUSTOM.is_overridden()
     taken = []
     for name in ("eliminate_noops", "fuse_aiter_qk_rope_kvcache_mla"):
         # vLLM itself looks some of the names up.
@@ -92,12 +113,13 @@ def main():
     for hook in plugin.HOOKS:
         importlib.import_module(hook.module)
     from vllm.config import CompilationConfig, VllmConfig
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
     from vllm.v1.worker.worker_base import WorkerBase
 
-    known.extend((CompilationConfig, VllmConfig, WorkerBase))
+    known.extend((CompilationConfig, VllmConfig, WorkerBase, MLACommonMetadataBuilder))
     found = {f"{module}.{name}": forked(lacking, module, name) for module, name in names()}
     found |= {"later": forked(lost_later), "outside": forked(outside)}
-    found |= {"none": forked(register), "imported": waits}
+    found |= {"none": forked(register), "imported": waits, "wrapped": forked(wrapped_by_another)}
     print(json.dumps(found))
 
 
