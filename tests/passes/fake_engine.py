@@ -208,7 +208,8 @@ class Engine:
 
 
 aten = torch.ops.aten
-_UNDEFINED = {
+UNDEFINED = 7.0  # every number in memory that nothing wrote
+_EMPTY = {
     aten.empty.memory_format, aten.empty_strided.default, aten.new_empty_strided.default
 }  # fmt: skip
 
@@ -220,8 +221,8 @@ class _Interpreter(fx.Interpreter):
         args = tuple(_encode(a) for a in args)
         kwargs = {k: _encode(v) if k == "layer_name" else v for k, v in kwargs.items()}
         result = super().call_function(target, args, kwargs)
-        if target in _UNDEFINED:
-            result.fill_(7.0)
+        if target in _EMPTY:
+            result.fill_(UNDEFINED)
         return result
 
 

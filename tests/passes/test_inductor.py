@@ -10,7 +10,7 @@ import torch
 from tests.nightly import daily
 from tests.passes import edits
 from tests.passes.fake_engine import BATCHES, assert_same, run
-from tests.passes.graphs import ROPES, Spec, build
+from tests.passes.graphs import ROPES, Spec, build_apart
 from tests.passes.inductor import through
 from tests.passes.splits import SPLITS
 
@@ -31,14 +31,14 @@ TODAY = [
 @pytest.mark.parametrize("spec", daily(dict.fromkeys([*TODAY, *EVERY]), *TODAY), ids=str)
 def test_a_split_projection(spec):
     """A gate is split off the query's projection, kv_c and k_pe are parts of an activation."""
-    module = build(spec)
+    module = build_apart(spec)
     compiled, record = through(module, spec)
     if spec.rope == "nope" or not spec.split or spec in TODAY:
         assert record.fused == spec.layers
     if record.fused:
         for name in ("decode", "padded", "mixed", "prefill"):
             batch = BATCHES[name]
-            found = run(module, spec, batch, compiled=compiled)
+            found = run(module, spec, batch, compiled=compiled.call)
             assert_same(run(module, spec, batch), found, batch, tolerance=1e-4)
 
 
@@ -48,7 +48,7 @@ def test_a_split_projection(spec):
 def test_a_value_computed_before_the_rotation_and_read_after_it(rope, halves):
     """Inductor stores no pointwise value of k_pe, nor a half of it, until something reads it."""
     spec = Spec(rope)
-    module = build(spec)
+    module = build_apart(spec)
     k_pe = edits.unrotated_k(module)
     before = k_pe.next
     early = edits.add(module, before, torch.ops.aten.neg.default, k_pe)
@@ -59,5 +59,5 @@ def test_a_value_computed_before_the_rotation_and_read_after_it(rope, halves):
     compiled, record = through(module, spec)
     assert record.fused == 1
     for batch in (BATCHES["decode"], BATCHES["prefill"]):
-        found = run(module, spec, batch, compiled=compiled)
+        found = run(module, spec, batch, compiled=compiled.call)
         assert_same(run(module, spec, batch), found, batch, tolerance=1e-4)
