@@ -68,7 +68,13 @@ def test_sparse(variant):
     assert all(each.right for each in found), found
 
 
-PLANNERS = [(7, 128, 12, 16, 4), (9, 8, 5, 1, 1), (6, 32, 12, 64, 16), (1, 16, 7, 16, 2)]
+RNG = random.Random(0)
+PLANNERS = [
+    (7, 128, 12, 16, 4), (9, 8, 5, 1, 1), (6, 32, 12, 64, 16), (1, 16, 7, 16, 2),
+    # Any that `Settings` takes, up to its bounds.
+    *(tuple(map(RNG.choice, ((1, 9), (8, 24, 128), (1, 3, 40), (1, 7, 2**16), (1, 100, 1024))))
+      for _ in range(4)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", PLANNERS)

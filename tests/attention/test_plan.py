@@ -21,7 +21,7 @@ seen: collections.Counter[str] = collections.Counter()
 def batches(draw):
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
     # CTAs, fold, granularity, overhead, cap.
-    choices = (1, 1, 2, 8), (1, 16, 64), (1, 2, 16), (-1, -1, 1, 4, 16)
+    choices = (1, 1, 2, 8), (1, 16, 64, 2**16), (1, 2, 16, 1024), (-1, -1, 1, 4, 16)
     rules = [draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices)]
     rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
@@ -201,6 +201,9 @@ class TestPlan:
                 "q_dtype must be a type such as torch.bfloat16, got 'b",
             ),
             ({"half_below": -1}, "half_below must be 0"),
+            ({"overhead": 1025}, "overhead must be at most 1024 for 8 tiles"),
+            ({"max_batch": 2**24}, "overhead must be at most 8 for 33554432 tiles"),
+            ({"kv_granularity": 2**16 + 1}, "kv_granularity must be at most 65536"),
             ({"ctas": None}, "ctas must be given on cpu"),
             ({"heads_per_work": 24}, "multiple of 16"),
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
