@@ -126,7 +126,9 @@ def persistent_mla_decode(
         out = softmax(softmax_scale * q . k[:s - (n - 1 - i)]) @ k[:s - (n - 1 - i), :L]
 
     where k is the sequence's cached [latent | rope] rows. A row that sees no key is zero, with an
-    LSE of -inf. Rows of `out` after the last sequence are not written.
+    LSE of -inf. Rows of `out` after the last sequence are not written. A NaN in a key makes output
+    and LSE of the rows that see it NaN. Except with the reference, the output of earlier query rows
+    of the same sequence, which do not see that key, may be NaN too.
 
     Args:
         q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b

@@ -86,15 +86,18 @@ def test_refused(change, message, types):
 
 @pytest.mark.parametrize("ctas", [1, 8])
 def test_a_nan_stays_visible(ctas):
-    """Of one head of a query, and of one key: where plain attention has it, and nowhere else."""
-    given = arguments([1, 1, 1], [30, 25, 0], ctas=ctas)
+    """Of one head of a query, of one key, and of a key that only the last of three rows sees: where
+    plain attention has it, and nowhere else."""
+    given = arguments([1, 1, 1, 3], [30, 25, 0, 90], ctas=ctas)
     given["q"][0, 3, 5] = torch.nan
     given["kv_cache"][given["block_table"][1, 0], 2, 7] = torch.nan
+    given["kv_cache"][given["block_table"][3, 5], 9, 7] = torch.nan  # token 89
     out, lse = persistent_mla_decode(**given, return_lse=True)
     nan = out.isnan()
     assert nan[0, 3].all() and lse[0, 3].isnan() and not nan[0, :3].any()
     assert nan[1].any(-1).all() and lse[1].isnan().all()
     assert out[2].eq(0).all() and lse[2].eq(-torch.inf).all()
+    assert nan[3:].flatten(1).any(1).tolist() == lse[3:].isnan().all(1).tolist() == [0, 0, 1]
 
 
 class NoOperation(TorchDispatchMode):
