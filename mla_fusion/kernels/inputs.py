@@ -58,6 +58,16 @@ def check(name: str, ok: bool, want: str, got: Any) -> None:
         raise ValueError(f"{name} must be {want}, got {shown}")
 
 
+def fits(tensor: Any, *of: Any) -> bool:
+    """True for a tensor of this type, shape and device."""
+    return isinstance(tensor, torch.Tensor) and (tensor.dtype, tensor.shape, tensor.device) == of
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Raise ValueError unless it is a Python int."""
+    check(name, type(value) is int, "a whole number", value)  # True is an int too
+
+
 def validate(inputs: Inputs) -> None:
     """Raise ValueError with the offending argument unless shapes and types fit together."""
     optional = {"cos_sin_cache", "q_factor"}

@@ -13,7 +13,7 @@ import torch
 
 from mla_fusion import gpu
 from mla_fusion.attention.plan.heads import HeadLayout
-from mla_fusion.kernels.inputs import check
+from mla_fusion.kernels.inputs import check, check_whole
 
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
@@ -27,6 +27,14 @@ AITER_BUFFERS = (
     "reduce_partial_map",
 )  # fmt: skip
 PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh writes
+
+
+def device_of(device: Any) -> torch.device:
+    """The argument `device` as torch has it; ValueError if it names none."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be one such as 'cuda' or 'cpu', got {device!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +110,17 @@ class Settings:
     planner: str = "portable"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "device", device_of(self.device))
         cap = self.max_split_per_batch
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "torch.dtype":
                 is_type = isinstance(value, torch.dtype)
                 check(field.name, is_type, "a type such as torch.bfloat16", value)
+                ok = value.is_floating_point and value.itemsize <= 4
+                check(field.name, ok, "bf16, fp16, fp32 or fp8", value)
             elif field.type.startswith("int") and not (value is None and "None" in field.type):
-                whole = type(value) is int  # True is an int too
-                check(field.name, whole, "a whole number", value)
+                check_whole(field.name, value)
                 ok = field.name in ("half_below", "max_split_per_batch") or value >= 1
                 check(field.name, ok, "at least 1", value)
         check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)
