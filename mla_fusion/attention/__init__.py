@@ -15,7 +15,7 @@ from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.plan import planner
 from mla_fusion.attention.plan.buffers import PlanBuffers, Settings, Step
 from mla_fusion.attention.plan.epilogue import Epilogue
-from mla_fusion.attention.plan.inputs import Inputs, validate
+from mla_fusion.attention.plan.inputs import Inputs, check_step, validate
 from mla_fusion.kernels import ProviderUnavailable, load
 from mla_fusion.kernels.inputs import check
 
@@ -42,9 +42,13 @@ class PersistentDecodePlan(PlanBuffers):
         """A plan for the fields of `plan.buffers.Settings`; `device` may be a string.
 
         Raises:
+            TypeError: an argument is missing, or is none of these.
             ValueError: an argument is out of range, or AITER was asked for and has no kernel.
             ProviderUnavailable: AITER was asked for and is not here.
         """
+        known = [field.name for field in dataclasses.fields(Settings)]
+        if unknown := sorted(arguments.keys() - known):
+            raise TypeError(f"allocate has no {', '.join(unknown)}: it takes {', '.join(known)}")
         settings = Settings(**arguments)
         module: Any = planner_aiter if settings.planner == "aiter" else planner
         if module is planner and settings.device.type != "cpu":
@@ -56,7 +60,8 @@ class PersistentDecodePlan(PlanBuffers):
         self, *, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int,
         max_query_len: int,
     ) -> None:  # fmt: skip
-        """Plan one step, in place: no host sync, the same addresses.
+        """Plan one step, in place: no host sync, the same addresses. So on a GPU types and shapes
+        alone are checked, and on a CPU the values too.
 
         The portable planner is one kernel on a GPU and allocates nothing: a captured refresh
         replays with the lengths that `qo_indptr` and `seq_lens` hold then.
@@ -66,28 +71,15 @@ class PersistentDecodePlan(PlanBuffers):
                 Sequences without rows are padding.
             seq_lens: [batch] int32, KV tokens of each sequence, its new ones included; on a CPU
                 2^31 - 1 together, at most.
-            num_tokens: query rows of the step, with padding: the first dimension of the query.
+            num_tokens: query rows of the step, padding included: the first dimension of the query.
             max_query_len: most query rows of a sequence in this step.
 
         Raises:
             ValueError: the step is larger than the plan, or a tensor is not as above.
         """
-        for name, indices in ("qo_indptr", qo_indptr), ("seq_lens", seq_lens):
-            check(name, isinstance(indices, torch.Tensor), "a tensor", indices)
-        settings, batch = self.settings, seq_lens.shape[0]
-        most, longest = settings.max_batch, settings.max_query_len
-        given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
-        for name, (tensor, length) in given.items():
-            of = tensor.dtype, tensor.shape, tensor.device
-            ok = of == (torch.int32, (length,), self.device) and tensor.is_contiguous()
-            want = f"a dense int32 tensor of {length} elements (a batch of {batch})"
-            check(name, ok, f"{want} on {self.device}", tensor)
-        want = f"1 to {most} sequences: allocate the plan for the largest batch"
-        check("the batch", 1 <= batch <= most, want, batch)
-        want = f"1 to {longest}: allocate the plan for the longest query"
-        check("max_query_len", 1 <= max_query_len <= longest, want, max_query_len)
+        check_step(self, qo_indptr, seq_lens, num_tokens, max_query_len)
         self.planner.fill(self, qo_indptr, seq_lens, max_query_len)
-        self.step = Step(batch, num_tokens, max_query_len)
+        self.step = Step(seq_lens.shape[0], num_tokens, max_query_len)
         self.fresh = True
         self.refreshes += 1
 
@@ -126,7 +118,9 @@ def persistent_mla_decode(
         out = softmax(softmax_scale * q . k[:s - (n - 1 - i)]) @ k[:s - (n - 1 - i), :L]
 
     where k is the sequence's cached [latent | rope] rows. A row that sees no key is zero, with an
-    LSE of -inf. Rows of `out` after the last sequence are not written.
+    LSE of -inf. Rows of `out` after the last sequence are not written. A NaN in a key makes output
+    and LSE of the rows that see it NaN. Except with the reference, the output of earlier query rows
+    of the same sequence, which do not see that key, may be NaN too.
 
     Args:
         q: [T, H, L + R], bf16, fp16 or fp8, dense in the last dimension; the rows of sequence b
@@ -135,11 +129,11 @@ def persistent_mla_decode(
             dimension. Blocks and entries may be strided.
         plan: refreshed for this step; it alone has the lengths.
         block_table: [batch, max_blocks] int32, the blocks of each sequence in order; those after
-            its end are not read. max_blocks covers the longest sequence, which the reference alone
-            checks: the lengths are on the device, and no other provider reads them back.
+            its end are not read. max_blocks covers the longest sequence, and the cache has every
+            block. The reference alone checks both: no other provider reads the device.
         softmax_scale: of the scores; the scales below come on top.
         q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
-            value = stored * scale. Needed, and read, where q or the cache is fp8.
+            value = stored * scale. Needed, and read, where q or the cache is fp8; else may be None.
         out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
         return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
         epilogue: what follows the attention, in the same launches. `out` is then a workspace of
@@ -155,6 +149,10 @@ def persistent_mla_decode(
         ValueError: an argument breaks the table above, the plan was refreshed for another step,
             or the provider does not support the combination.
     """
+    check("provider", isinstance(provider, str), "a string, such as 'triton'", provider)
+    check("plan", isinstance(plan, PersistentDecodePlan), "a PersistentDecodePlan", plan)
+    kind = type(epilogue).__name__  # not itself: shown, it would read its tensors
+    check("epilogue", epilogue is None or isinstance(epilogue, Epilogue), "an Epilogue", kind)
     if provider == "auto":
         provider = plan.planner.PROVIDERS[0]
     if provider in PROVIDERS and provider not in plan.planner.PROVIDERS:

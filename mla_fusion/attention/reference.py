@@ -61,9 +61,11 @@ def persistent_mla_decode(given: Inputs) -> None:
         scores = torch.einsum("nhd,kd->nhk", queries, keys) * given.softmax_scale
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         logsumexp = scores.logsumexp(-1)
-        # exp(-inf - -inf) is NaN, and a row that sees no key is zero. Any other NaN stays.
-        p = (scores - logsumexp[..., None]).exp().masked_fill(~visible.any(1)[:, None, None], 0.0)
-        output = p @ keys[:, :latent]
+        output = queries.new_zeros((count, layout.per_work, latent))
+        # Without the keys that a row does not see: 0 * NaN is NaN.
+        for row, seen in enumerate(visible.sum(1).tolist()):
+            p = (scores[row, :, :seen] - logsumexp[row, :, None]).exp()
+            output[row] = p @ keys[:seen, :latent]
         if partial < 0:
             write(given, tile, output, logsumexp)
         else:

@@ -10,6 +10,7 @@ A cache is of one type, or of bytes in a layout of `plan/layouts.py`, which kern
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,9 +18,9 @@ from mla_fusion import gpu
 from mla_fusion.attention import PersistentDecodePlan, cards
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.card import Decodes
-from mla_fusion.attention.plan import layouts
+from mla_fusion.attention.plan import buffers, layouts
 from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
-from mla_fusion.kernels.inputs import check
+from mla_fusion.kernels.inputs import check, check_whole, fits
 
 TILE = 64  # scopes change between tiles, and both kernels' tiles divide this
 
@@ -57,13 +58,15 @@ class SparseScratch:
         Raises:
             ValueError: more tokens than the scratch holds, or lengths that are not as above.
         """
-        most, scopes = self.plan.settings.max_batch, len(self.widths)
+        most, scopes, device = self.plan.settings.max_batch, len(self.widths), self.plan.device
+        check_whole("num_tokens", num_tokens)
         want = f"1 to {most}: make the scratch for the largest step"
         check("num_tokens", 1 <= num_tokens <= most, want, num_tokens)
-        check("lengths", len(lengths) == scopes, f"those of {scopes} scopes", len(lengths))
+        ok = isinstance(lengths, (list, tuple)) and len(lengths) == scopes
+        check("lengths", ok, f"a list of {scopes}, one for each scope", lengths)
         for scope, given in enumerate(lengths):
-            ok = given is None or (given.dtype, given.shape) == (torch.int32, (num_tokens,))
-            check(f"lengths of scope {scope}", ok, f"int32 [{num_tokens}]", given)
+            ok = given is None or fits(given, torch.int32, (num_tokens,), device)
+            check(f"lengths of scope {scope}", ok, f"int32 [{num_tokens}] on {device}", given)
         self.counted = tuple(given is not None for given in lengths)
         seq_lens = self.seq_lens[:num_tokens]
         if lengths[-1] is None:
@@ -89,10 +92,15 @@ def sparse_scratch(
         layout: of caches of bytes. The plan suits the kernel that reads them.
         Others, and errors, as `PersistentDecodePlan.allocate` has them.
     """
-    ok = len(widths) in (1, 2) and min(widths) >= 1
-    check("widths", ok, "those of one or two scopes", widths)
+    given: Any = widths
+    ok = isinstance(given, (list, tuple)) and len(given) in (1, 2)
+    ok = ok and all(type(width) is int and width >= 1 for width in given)
+    check("widths", ok, "those of one or two scopes, whole numbers of 1 or more", widths)
+    ok = layout is None or isinstance(layout, layouts.CacheLayout)
+    check("layout", ok, "a CacheLayout or None", layout)
+    check_whole("num_heads", num_heads)
     decodes = Decodes(num_heads, 1, kv_dtype, 0, len(widths), layout)
-    settings = cards.settings(gpu.of(device), decodes)
+    settings = cards.settings(gpu.of(buffers.device_of(device)), decodes)
     if ctas is not None:
         settings["ctas"] = ctas
     plan = PersistentDecodePlan.allocate(
@@ -134,12 +142,20 @@ def sparse_mla_decode(
             kv_scale: its entries have scales of their own.
     """
     provider.require()
-    latent = scratch.plan.settings.v_head_dim
+    kind = type(scratch).__name__  # not itself: shown, it would read its tensors
+    check("scratch", isinstance(scratch, SparseScratch), "a SparseScratch", kind)
+    check("q", isinstance(q, torch.Tensor), "a tensor", q)
+    latent, count = scratch.plan.settings.v_head_dim, len(scratch.widths)
+    found = scopes if isinstance(scopes, (list, tuple)) else [scopes]
+    kinds = [type(scope).__name__ for scope in found]
+    ok = found is scopes and kinds == ["Scope"] * count
+    check("scopes", ok, f"a list of {count} Scope, as of the scratch", kinds)
     if out is None:
         dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
         out = q.new_empty((*q.shape[:2], latent), dtype=dtype)
-    count, used = len(scratch.widths), [scope.layout for scope in scopes]
-    check("scopes", len(scopes) == count, f"{count}, as of the scratch", len(scopes))
+    used = [scope.layout for scope in scopes]
+    ok = all(layout is None or isinstance(layout, layouts.CacheLayout) for layout in used)
+    check("the layouts of scopes", ok, "CacheLayouts or None", used)
     check("both scopes", len({*used}) == 1, "of one layout: one launch reads one of them", used)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     every = []
@@ -174,6 +190,5 @@ def _check(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) 
     ok = columns == width or (columns < width and counted)
     check("the table", ok, f"{width} columns wide{most}", columns)
     if sink is not None:
-        of = sink.dtype, sink.shape, sink.device
-        ok = of == (torch.float32, (heads,), given.plan.device) and sink.is_contiguous()
+        ok = fits(sink, torch.float32, (heads,), given.plan.device) and sink.is_contiguous()
         check("sink", ok, f"dense fp32 [{heads}] on {given.plan.device}", sink)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.kernels.inputs import Inputs, validate
+from mla_fusion.kernels.inputs import Inputs, check, validate
 
 PROVIDERS = ("reference", "triton", "aiter")
 
@@ -63,7 +63,7 @@ def fused_mla_decode_prep(
                                       f * rope(q[t, h, P:], positions[t]))
         kv_cache[slot_of(t)] = cast_k(kv_c[t]  |  rope(k_pe[t], positions[t]))
 
-    Only q_out and kv_cache are written.
+    Only q_out and kv_cache are written. All tensors are on one device.
 
     Arguments:
         q: [T, H, P + R], activation type (bf16, fp16 or fp32); token and head strides are free,
@@ -72,7 +72,8 @@ def fused_mla_decode_prep(
         kv_c: [T, L], activation type, normalized; rows may be strided.
         k_pe: [T, R], activation type; rows may be strided.
         kv_cache: [blocks, block_size, L + R], activation type, or fp8 (torch.uint8 is viewed as
-            the fp8 type of the platform by the caller). Blocks and entries may be strided.
+            the fp8 type of the platform by the caller), dense in the last dimension. Blocks and
+            entries may be strided.
         slot_mapping: [T], int64. A row with slot < 0 is padding: it writes no cache, and its
             query row is zero.
         positions: [T], int64. Positions of padded rows are never used as an index.
@@ -81,7 +82,7 @@ def fused_mla_decode_prep(
         k_scale: one fp32 element on the device of q, the dequantization scale of the cache:
             stored = value / scale. Read only where the target is fp8.
         q_scale: that of the query.
-        is_neox: pairs are (i, i + R / 2) if true (NeoX), else (2 i, 2 i + 1) (GPT-J).
+        is_neox: pairs are (i, i + R / 2) if True (NeoX), (2 i, 2 i + 1) if False (GPT-J).
         q_out: [T, H, L + R], dense, activation type or fp8; written in full and returned.
         q_factor: [T], dense, activation type or fp32, as of `llama_4_scaling`.
         context_parallel: no row is padding. Under decode context parallelism a token that another
@@ -96,6 +97,7 @@ def fused_mla_decode_prep(
 
     Raises ProviderUnavailable where the provider cannot run, ValueError for an argument that is not
     as above."""
+    check("provider", isinstance(provider, str), "a string, such as 'triton'", provider)
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,

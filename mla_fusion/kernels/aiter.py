@@ -33,7 +33,7 @@ from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.kernels.inputs import validate as validate_shapes
 
 _OP = "fused_qk_rope_concat_and_cache_mla"
-_DENSE = ("q", "kv_c", "k_pe", "kv_cache", "slot_mapping", "positions")
+_DENSE = ("q", "kv_c", "k_pe", "slot_mapping", "positions")
 # kind of a packed weight -> AITER's product, in the module of the same name
 _PRODUCTS = {
     "fp4": "batched_gemm_a16wfp4",
@@ -137,8 +137,6 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
         ("q", act in (torch.float32, torch.float16, torch.bfloat16), "fp32, fp16 or bf16"),
         *((name, x.stride(-1) == 1 or x.shape[-1] < 2, "dense in its last dimension")
           for name, x in inputs._asdict().items() if name in _DENSE),
-        ("k_scale and q_scale", _is_fp32(inputs.k_scale, q) and _is_fp32(inputs.q_scale, q),
-         "fp32 on the device of q"),
         ("kv_cache", kv_cache.dtype in (act, arch_fp8), f"{act} or {arch_fp8} (view uint8 first)"),
         # The kernel for blocks of one token rotates with threads that such a latent leaves out.
         ("kv_cache", kv_cache.shape[1] != 1 or latent == 128 or latent >= 256,
@@ -150,11 +148,6 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     ):  # fmt: skip
         if not ok:
             raise ValueError(f"AITER's {_OP}: {name} must be {want}")
-
-
-def _is_fp32(x: Any, like: torch.Tensor) -> bool:
-    of_fp32 = isinstance(x, torch.Tensor) and x.dtype == torch.float32
-    return of_fp32 and x.numel() >= 1 and x.device == like.device
 
 
 def _aligned(x: torch.Tensor) -> bool:

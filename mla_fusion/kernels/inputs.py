@@ -58,6 +58,16 @@ def check(name: str, ok: bool, want: str, got: Any) -> None:
         raise ValueError(f"{name} must be {want}, got {shown}")
 
 
+def fits(tensor: Any, *of: Any) -> bool:
+    """True for a tensor of this type, shape and device."""
+    return isinstance(tensor, torch.Tensor) and (tensor.dtype, tensor.shape, tensor.device) == of
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Raise ValueError unless it is a Python int."""
+    check(name, type(value) is int, "a whole number", value)  # True is an int too
+
+
 def validate(inputs: Inputs) -> None:
     """Raise ValueError with the offending argument unless shapes and types fit together."""
     optional = {"cos_sin_cache", "q_factor"}
@@ -65,6 +75,9 @@ def validate(inputs: Inputs) -> None:
         value = getattr(inputs, name)
         ok = isinstance(value, torch.Tensor) or (value is None and name in optional)
         check(name, ok, "a tensor", value)
+    for name in ("is_neox", "context_parallel"):
+        value = getattr(inputs, name)
+        check(name, isinstance(value, bool), "True or False", value)
     q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
     kv_cache, angles = inputs.kv_cache, inputs.cos_sin_cache
     check("q", q.dim() == 3, "[T, H, P + R]", q)
@@ -80,6 +93,7 @@ def validate(inputs: Inputs) -> None:
     for name, scale in scales.items():
         found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
         check(name, found == (torch.float32, 1), "a tensor of one fp32 element", scale)
+        check(name, scale.device == q.device, f"on {q.device}, as q", scale.device)
     rows = () if angles is None else angles.shape[:1]
     fp8_too, wide_too = (act, *FP8_DTYPES), (act, torch.float32)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
@@ -98,7 +112,10 @@ def validate(inputs: Inputs) -> None:
             continue
         check(name, tensor.shape == shape, f"of shape {shape}", tuple(tensor.shape))
         check(name, tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
+        check(name, tensor.device == q.device, f"on {q.device}, as q", tensor.device)
         if name in ("q_out", "q_factor"):
             check(name, tensor.is_contiguous(), "dense", tensor.stride())
+    check("kv_cache", kv_cache.shape[1] > 0, "of blocks of 1 token or more", tuple(kv_cache.shape))
+    check("kv_cache", kv_cache.stride(-1) == 1, "dense in its last dimension", kv_cache.stride())
     typed = q_out.dtype in (act, kv_cache.dtype)
     check("q_out", typed, "fp8 only with a cache of the same fp8 type", q_out.dtype)

@@ -90,7 +90,7 @@ class StepPlan:
             seq_lens = metadata.decode.seq_lens
             self.plan.refresh(
                 qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1], seq_lens=seq_lens,
-                num_tokens=q.shape[0], max_query_len=metadata.max_query_len,
+                num_tokens=q.shape[0], max_query_len=int(metadata.max_query_len),
             )  # fmt: skip
             self.out[: q.shape[0]].zero_()
             self._planned = context, metadata

@@ -84,7 +84,7 @@ def narrow(latent, heads, block):
 FEW = {"q": lambda a: a["q"][:, :2], "w_uk_t": lambda a: a["w_uk_t"][:2],
        "q_out": lambda a: a["q_out"][:, :2].contiguous()}  # fmt: skip
 CACHE = "kv_cache must be torch.bfloat16 or torch.float8"
-SCALES = "k_scale and q_scale must be fp32 on the device"
+SCALES = "{} must be on cpu, as q"
 ONE = "{} must be a tensor of one fp32 element"
 ALIGNED = "q, kv_c, k_pe, kv_cache and q_out must be aligned to 4 bytes"
 TABLE = "cos_sin_cache"

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mla_fusion.attention import cards
+from mla_fusion.attention import cards, persistent_mla_decode
 from mla_fusion.attention.aiter import entries_kernel
 from mla_fusion.attention.card import Shape
 from mla_fusion.attention.plan import planner_triton
@@ -18,7 +18,7 @@ from mla_fusion.cli.selftest import decode, planner, sparse
 from mla_fusion.cli.selftest.sparse import Variant
 from mla_fusion.measure.distances import distance
 from tests.aiter_double import metadata
-from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, plan_for
+from tests.attention.decodes import BF16, FN, FNUZ, FP16, SCALE, arguments, plan_for
 from tests.attention.packed_cases import Inputs, random_case
 from tests.kernels import interpreter
 from tests.nightly import daily
@@ -46,6 +46,18 @@ def test_dense(shape):
     assert all(each.right for each in found), found
 
 
+@pytest.mark.parametrize("ctas", [1, 8])
+def test_the_lse_is_nan_where_the_output_is(ctas):
+    """By a key that only the last of three rows sees, and by one head of a query. The docstring
+    leaves the output of the other two rows open."""
+    given = arguments([3, 1], [90, 90], ctas=ctas, num_heads=8)
+    given["kv_cache"][given["block_table"][0, 5], 9, 7] = torch.nan  # token 89
+    given["q"][3, 2, 5] = torch.nan
+    out, lse = persistent_mla_decode(**given, return_lse=True, provider="triton")
+    assert out[2].isnan().all() and lse[:3].isnan().all(1).tolist() == [0, 0, 1]
+    assert lse[3].isnan().tolist() == out[3].isnan().all(1).tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("quantization", daily(["none", "tensor", "group", "group_ue8m0"], "group"))
 def test_epilogue(quantization):
     shape = Shape(8, 1, 16, 64, 16, values=128, batch=2, quantization=quantization)
@@ -68,7 +80,13 @@ def test_sparse(variant):
     assert all(each.right for each in found), found
 
 
-PLANNERS = [(7, 128, 12, 16, 4), (9, 8, 5, 1, 1), (6, 32, 12, 64, 16), (1, 16, 7, 16, 2)]
+RNG = random.Random(0)
+PLANNERS = [
+    (7, 128, 12, 16, 4), (9, 8, 5, 1, 1), (6, 32, 12, 64, 16), (1, 16, 7, 16, 2),
+    # Any that `Settings` takes, up to its bounds.
+    *(tuple(map(RNG.choice, ((1, 9), (8, 24, 128), (1, 3, 40), (1, 7, 2**16), (1, 100, 1024))))
+      for _ in range(4)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", PLANNERS)

@@ -130,6 +130,12 @@ def test_refused(change, message):
         persistent_mla_decode(**given, epilogue=change)
 
 
+@pytest.mark.parametrize("name, value", [("w_uv", None), ("scale", 1.0), ("ue8m0", "yes")])
+def test_a_part_of_another_kind_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"epilogue.{name} must be "):
+        epilogue(**{name: value})
+
+
 def test_the_latents_are_of_the_type_of_w_uv():
     given = arguments([1, 1], [20, 30], num_heads=HEADS)
     with pytest.raises(ValueError, match=r"out must be torch\.bfloat16, as w_uv"):

@@ -70,8 +70,9 @@ def scratch(monkeypatch):
     monkeypatch.setattr(provider, "launch", lambda *_: None)
 
     def make(**changes):
-        fields = {"q_dtype": BF16, "kv_dtype": FN, "v_head_dim": 512, "widths": (4,)} | changes
-        made = sparse_scratch(max_tokens=2, num_heads=8, device="cpu", ctas=3, **fields)
+        fields = {"q_dtype": BF16, "kv_dtype": FN, "v_head_dim": 512, "widths": (4,)}
+        fields |= {"num_heads": 8, "device": "cpu", **changes}
+        made = sparse_scratch(max_tokens=2, ctas=3, **fields)
         made.refresh(2, [None] * len(fields["widths"]))
         return made
 
@@ -103,8 +104,9 @@ def test_what_does_not_fit_is_refused(scratch, layout):
         (rf"kv_cache must be \[blocks, page_size, {size}\]", cache[..., 1:]),
     ):
         refused(message, scratch(), (changed, TABLE, layout), width=width)
-    refused("query's width and v_head_dim must be", scratch(), given, width=640)
-    refused("v_head_dim must be", scratch(v_head_dim=256), given, width=width)
+    both = "the width of q and the latent width of the scratch must be"
+    refused(both, scratch(), given, width=640)
+    refused(both, scratch(v_head_dim=256), given, width=width)
     for types in ({"q_dtype": FP16}, {"kv_dtype": BF16}):
         refused("for a bf16 query over the fp8", scratch(**types), given, width=width)
     refused("kv_scale must be None", scratch(), given, width=width, kv_scale=torch.ones(1))
@@ -126,16 +128,27 @@ def test_pages_of_v4_are_whole(scratch):
 
 def test_tables_lengths_and_sinks_that_do_not_fit_are_refused(scratch):
     cache, made = torch.zeros(4, 16, 576, dtype=BF16), scratch(kv_dtype=BF16)
-    refused("scopes must be 1, as of the scratch, got 2", made, (cache, TABLE), (cache, TABLE))
+    for scopes in ([], Scope(cache, TABLE), [(cache, TABLE)], [Scope(cache, TABLE)] * 2):
+        with pytest.raises(ValueError, match="scopes must be a list of 1 Scope, as of the scratch"):
+            sparse_mla_decode(torch.zeros(1), scopes, made, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="scratch must be a SparseScratch, got 'Persistent"):
+        sparse_mla_decode(torch.zeros(1), [], made.plan, softmax_scale=1.0)
+    refused("the layouts of scopes must be CacheLayouts or None", made, (cache, TABLE, "v4"))
     refused("scope 0: block_table must be int32", made, (cache, TABLE.long()))
     none = "scope 0: the table must be 4 columns wide, as no lengths were given, got 3"
     refused(none, made, (cache, TABLE[:, 1:]))
-    refused(r"sink must be dense fp32 \[8\] on cpu", made, (cache, TABLE), sink=torch.zeros(16))
+    for sink in (torch.zeros(16), 1.0):
+        refused(r"sink must be dense fp32 \[8\] on cpu", made, (cache, TABLE), sink=sink)
     for message, tokens, lengths in (
-        ("num_tokens must be 1 to 2", 3, None), ("lengths of scope 0", 2, torch.zeros(2).long())
+        ("num_tokens must be 1 to 2", 3, [None]), ("num_tokens must be a whole", "2", [None]),
+        ("lengths of scope 0", 2, [torch.zeros(2).long()]), ("lengths of scope 0", 2, [3]),
+        ("lengths must be a list of 1", 2, None),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            made.refresh(tokens, [lengths])
+            made.refresh(tokens, lengths)
+    for name, value in {"widths": 4, "layout": "v4", "num_heads": None, "device": "gpu"}.items():
+        with pytest.raises(ValueError, match=f"{name} must be "):
+            scratch(**{name: value})
     made.refresh(1, [None])
     refused("refresh", made, (cache, TABLE))
     made.refresh(2, [torch.tensor([3, 2]).int()])

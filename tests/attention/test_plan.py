@@ -21,7 +21,7 @@ seen: collections.Counter[str] = collections.Counter()
 def batches(draw):
     """Rules, the longest query, and two ragged batches of (query rows, KV tokens)."""
     # CTAs, fold, granularity, overhead, cap.
-    choices = (1, 1, 2, 8), (1, 16, 64), (1, 2, 16), (-1, -1, 1, 4, 16)
+    choices = (1, 1, 2, 8), (1, 16, 64, 2**16), (1, 2, 16, 1024), (-1, -1, 1, 4, 16)
     rules = [draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices)]
     rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
@@ -200,7 +200,15 @@ class TestPlan:
                 {"q_dtype": "bfloat16"},
                 "q_dtype must be a type such as torch.bfloat16, got 'b",
             ),
+            ({"q_dtype": torch.int32}, "q_dtype must be bf16, fp16, fp32 or fp8, got torch.int32"),
+            ({"kv_dtype": torch.float64}, "kv_dtype must be bf16, fp16, fp32 or fp8"),
+            ({"device": None}, "device must be one such as 'cuda' or 'cpu', got None"),
+            ({"device": "gpu"}, "device must be one such as 'cuda' or 'cpu', got 'gpu'"),
+            ({"cta": 8}, "allocate has no cta: it takes max_batch, "),
             ({"half_below": -1}, "half_below must be 0"),
+            ({"overhead": 1025}, "overhead must be at most 1024 for 8 tiles"),
+            ({"max_batch": 2**24}, "overhead must be at most 8 for 33554432 tiles"),
+            ({"kv_granularity": 2**16 + 1}, "kv_granularity must be at most 65536"),
             ({"ctas": None}, "ctas must be given on cpu"),
             ({"heads_per_work": 24}, "multiple of 16"),
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
@@ -208,14 +216,23 @@ class TestPlan:
         ],
     )
     def test_allocate_refuses(self, changes, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(TypeError if "cta" in changes else ValueError, match=message):
             make(**changes)
 
     @pytest.mark.parametrize(
         "changes, message",
         [
             ({"qo_indptr": ints(0, 1)}, "qo_indptr must be a dense int32 tensor of 3"),
-            ({"seq_lens": [4, 5]}, r"seq_lens must be a tensor, got \[4, 5\]"),
+            ({"seq_lens": [4, 5]}, r"seq_lens must be a tensor of one dimension, got \[4, 5\]"),
+            ({"seq_lens": ints(4)[0]}, "seq_lens must be a tensor of one dimension, got torch.int"),
+            ({"qo_indptr": ints(1, 2, 3)}, "qo_indptr must be 0 at its start, got 1"),
+            ({"qo_indptr": ints(0, 2, 1), "max_query_len": 2}, "0 to 2 .* one before, got -1"),
+            ({"qo_indptr": ints(0, 2, 3), "num_tokens": 3}, "0 to 1 .* one before, got 2"),
+            ({"seq_lens": ints(4, -5)}, "seq_lens must be 0 or more, got -5"),
+            ({"num_tokens": 1}, "num_tokens must be at least 2, the query rows of qo_indptr"),
+            ({"num_tokens": -1}, "num_tokens must be 0 or more"),
+            ({"num_tokens": 2.0}, "num_tokens must be a whole number, got 2.0"),
+            ({"max_query_len": "1"}, "max_query_len must be a whole number, got '1'"),
             ({"seq_lens": torch.tensor([4, 5])}, "seq_lens must be a dense int32"),
             ({"seq_lens": ints(*[1] * 5), "qo_indptr": ints(*range(6))}, "1 to 4 sequences"),
             ({"max_query_len": 3}, "max_query_len must be 1 to 2"),

@@ -65,7 +65,15 @@ BAD = [
     ({"block_table": torch.zeros(2, 2).int().T}, "block_table must be dense"),
     ({"out": torch.zeros(2, 20, 80)}, "out must be"),
     ({"out": torch.zeros(2, 20, 64).to(FN)}, "out must be bf16, fp16 or fp32"),
-    ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
+    ({"block_table": torch.full((2, 2), 9).int()}, r"of blocks 0 to 5 of kv_cache, got \[9\]"),
+    ({"block_table": torch.full((2, 2), -1).int()}, r"of blocks 0 to 5 of kv_cache, got \[-1\]"),
+    ({"kv_cache": torch.zeros(4, 0, 80).to(BF16)}, "kv_cache must be .* page_size 1 or more"),
+    ({"softmax_scale": float("nan")}, "softmax_scale must be a finite number"),
+    ({"softmax_scale": "1"}, "softmax_scale must be a finite number, got '1'"),
+    ({"q_scale": 1.0}, "q_scale must be a tensor of one fp32 element.*, got 1.0"),
+    ({"plan": "x"}, "plan must be a PersistentDecodePlan, got 'x'"),
+    ({"epilogue": "x"}, "epilogue must be an Epilogue, got 'str'"),
+    ({"provider": ["triton"]}, "provider must be a string"),
     ({"provider": "cuda"}, "unknown provider 'cuda'"),
     ({"provider": "aiter"}, 'planner="aiter" for aiter'),
 ]
@@ -86,15 +94,18 @@ def test_refused(change, message, types):
 
 @pytest.mark.parametrize("ctas", [1, 8])
 def test_a_nan_stays_visible(ctas):
-    """Of one head of a query, and of one key: where plain attention has it, and nowhere else."""
-    given = arguments([1, 1, 1], [30, 25, 0], ctas=ctas)
+    """Of one head of a query, of one key, and of a key that only the last of three rows sees: where
+    plain attention has it, and nowhere else."""
+    given = arguments([1, 1, 1, 3], [30, 25, 0, 90], ctas=ctas)
     given["q"][0, 3, 5] = torch.nan
     given["kv_cache"][given["block_table"][1, 0], 2, 7] = torch.nan
+    given["kv_cache"][given["block_table"][3, 5], 9, 7] = torch.nan  # token 89
     out, lse = persistent_mla_decode(**given, return_lse=True)
     nan = out.isnan()
     assert nan[0, 3].all() and lse[0, 3].isnan() and not nan[0, :3].any()
     assert nan[1].any(-1).all() and lse[1].isnan().all()
     assert out[2].eq(0).all() and lse[2].eq(-torch.inf).all()
+    assert nan[3:].flatten(1).any(1).tolist() == lse[3:].isnan().all(1).tolist() == [0, 0, 1]
 
 
 class NoOperation(TorchDispatchMode):

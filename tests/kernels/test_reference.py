@@ -66,8 +66,15 @@ def test_only_addressed_slots_change():
         ("k_scale", 1.0),
         ("q_scale", torch.ones(2)),
         ("kv_c", torch.zeros(5, 63, dtype=torch.bfloat16)),
+        ("is_neox", "gptj"),
+        ("context_parallel", None),
+        ("provider", ["triton"]),
+        ("positions", torch.zeros(5, dtype=torch.int64, device="meta")),
+        ("q_scale", torch.ones(1, device="meta")),
         ("slot_mapping", torch.zeros(5, dtype=torch.int32)),
         ("kv_cache", torch.zeros(2, 4, 80, dtype=torch.uint8)),
+        ("kv_cache", torch.zeros(2, 0, 80, dtype=torch.bfloat16)),
+        ("kv_cache", torch.zeros(2, 80, 4, dtype=torch.bfloat16).mT),
         ("cos_sin_cache", torch.zeros(8, 16, dtype=torch.float16)),
         ("q_factor", torch.ones(5, 1, 1)),
         ("q_factor", torch.ones(5, dtype=torch.float16)),
@@ -75,10 +82,10 @@ def test_only_addressed_slots_change():
     ],
 )
 def test_wrong_arguments_are_named(name, value):
-    inputs = cases.build(cases.Case())._asdict() | {name: value}
+    inputs = {"provider": "reference", **cases.build(cases.Case())._asdict(), name: value}
     del inputs["derived"]  # an engine's
-    with pytest.raises(ValueError, match=name):
-        kernels.fused_mla_decode_prep(**inputs, provider="reference")
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        kernels.fused_mla_decode_prep(**inputs)
 
 
 def dropped(q_nope, w_uk_t):

@@ -201,7 +201,7 @@ def store_item(acc, m, l, value_scale, item, row, target, form: gl.constexpr):
     stored: gl.constexpr = output_layout(L, ROWS)
     columns: gl.constexpr = gl.SliceLayout(0, stored)
     divisor = gl.sum(l, 0)
-    lse = gl.where(divisor > 0.0, (m + gl.log2(divisor)) * LN2, float("-inf"))
+    lse = gl.where(divisor == 0.0, float("-inf"), (m + gl.log2(divisor)) * LN2)
     factor = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(0, acc.type.layout))[None, :]
     acc = as_latents(acc, L, stored)

@@ -138,7 +138,7 @@ def store_item(
     """
     out_row: gl.constexpr = gl.SliceLayout(0, sums[0].type.layout)
     l = gl.sum(l, 0)
-    lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
+    lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * LN2)
     rows = work.first_row + gl.arange(0, sums[0].shape[1], out_row)
     head = item.first_head + rows % form.HEADS
     real = (rows // form.HEADS < item.count) & (head < target.heads)

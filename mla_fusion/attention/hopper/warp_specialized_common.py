@@ -205,7 +205,7 @@ def result_of(m, l, sink=float("-inf")):
     each row, in base 2, of which the LSE knows nothing.
     """
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    lse = gl.where(l > 0.0, (m + gl.log2(l)) * LN2, float("-inf"))
+    lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * LN2)
     return lse, gl.where(l > 0.0, 1.0 / (l + gl.exp2(sink - m)), 0.0)
 
 

@@ -13,10 +13,13 @@ import torch
 
 from mla_fusion import gpu
 from mla_fusion.attention.plan.heads import HeadLayout
-from mla_fusion.kernels.inputs import check
+from mla_fusion.kernels.inputs import check, check_whole
 
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
+# The planner's kernel sums in 32 bits: the fixed costs of a step, in blocks, and the tokens of a
+# block leave room for the keys. It tries up to `overhead` budgets, one after another.
+MOST_FIXED, MOST_OVERHEAD, MOST_GRANULARITY = 2**28, 2**10, 2**16
 
 # The six buffers that AITER knows, in the order of get_mla_metadata_info_v1.
 AITER_BUFFERS = (
@@ -24,6 +27,14 @@ AITER_BUFFERS = (
     "reduce_partial_map",
 )  # fmt: skip
 PLANNED = (*AITER_BUFFERS[1:], "qo_indptr", "kv_indptr")  # what a refresh writes
+
+
+def device_of(device: Any) -> torch.device:
+    """The argument `device` as torch has it; ValueError if it names none."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be one such as 'cuda' or 'cpu', got {device!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +82,10 @@ class Settings:
             block), shared by all of them.
         max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
             token at a fixed address; without it the first decode of a step allocates them.
-        kv_granularity: tokens of a block: sequences are cut at multiples of it. AITER's planner
-            takes a power of two.
-        overhead: fixed cost of a work item, in blocks; by default 16.
+        kv_granularity: tokens of a block, 65536 at most: sequences are cut at multiples of it.
+            AITER's planner takes a power of two.
+        overhead: fixed cost of a work item, in blocks; by default 16. At most 1024, and less for
+            more than 2^18 tiles: 2^28 blocks over max_batch * num_heads / 16.
         half_below: with fewer sequences than this, half of the CTAs get work, at least one.
         v_head_dim: L, the latent width: columns of the output of the decode, in front of its
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
@@ -98,22 +110,29 @@ class Settings:
     planner: str = "portable"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "device", device_of(self.device))
         cap = self.max_split_per_batch
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "torch.dtype":
                 is_type = isinstance(value, torch.dtype)
                 check(field.name, is_type, "a type such as torch.bfloat16", value)
+                ok = value.is_floating_point and value.itemsize <= 4
+                check(field.name, ok, "bf16, fp16, fp32 or fp8", value)
             elif field.type.startswith("int") and not (value is None and "None" in field.type):
-                whole = type(value) is int  # True is an int too
-                check(field.name, whole, "a whole number", value)
+                check_whole(field.name, value)
                 ok = field.name in ("half_below", "max_split_per_batch") or value >= 1
                 check(field.name, ok, "at least 1", value)
         check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)
         check("half_below", self.half_below >= 0, "0 (never) or more", self.half_below)
         known = self.planner in ("portable", "aiter")
         check("planner", known, '"portable" or "aiter"', self.planner)
+        tiles = self.max_batch * -(-self.num_heads // 16)
+        most, overhead = min(MOST_OVERHEAD, MOST_FIXED // tiles), self.overhead or OVERHEAD
+        want = f"at most {most} for {tiles} tiles, whose costs are summed in 32 bits"
+        check("overhead", overhead <= most, want, overhead)
+        granularity, want = self.kv_granularity, f"at most {MOST_GRANULARITY}"
+        check("kv_granularity", granularity <= MOST_GRANULARITY, want, granularity)
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
             raise ValueError(
                 f"{self.max_batch} sequences of {self.max_kv_len} KV tokens are {tokens}, and a "

@@ -50,6 +50,13 @@ class Epilogue:
     scale: torch.Tensor | None = None
     ue8m0: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("w_uv", "out", "scale"):
+            value = getattr(self, name)
+            ok = isinstance(value, torch.Tensor) or (value is None and name == "scale")
+            check(f"epilogue.{name}", ok, "a tensor", value)
+        check("epilogue.ue8m0", isinstance(self.ue8m0, bool), "True or False", self.ue8m0)
+
     @property
     def quantization(self) -> str:
         """ "none", "tensor", "group" or "group_ue8m0"."""

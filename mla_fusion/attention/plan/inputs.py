@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import numbers
+import operator
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
-from mla_fusion.kernels.inputs import check
+from mla_fusion.kernels.inputs import check, check_whole, fits
 
 Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, positional, keywords
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -151,6 +153,39 @@ class Inputs:
         )  # fmt: skip
 
 
+def check_step(
+    plan: PlanBuffers, qo_indptr: Any, seq_lens: Any, num_tokens: Any, max_query_len: Any
+) -> None:
+    """Raise ValueError unless the arguments are as `PersistentDecodePlan.refresh` has them; values
+    of tensors are read on a CPU alone."""
+    for name, indices in ("qo_indptr", qo_indptr), ("seq_lens", seq_lens):
+        ok = isinstance(indices, torch.Tensor) and indices.dim() == 1
+        check(name, ok, "a tensor of one dimension", indices)
+    batch, most, longest = len(seq_lens), plan.settings.max_batch, plan.settings.max_query_len
+    given = {"qo_indptr": (qo_indptr, batch + 1), "seq_lens": (seq_lens, batch)}
+    for name, (tensor, length) in given.items():
+        ok = fits(tensor, torch.int32, (length,), plan.device) and tensor.is_contiguous()
+        want = f"a dense int32 tensor of {length} elements (a batch of {batch})"
+        check(name, ok, f"{want} on {plan.device}", tensor)
+    want = f"1 to {most} sequences: allocate the plan for the largest batch"
+    check("the batch", 1 <= batch <= most, want, batch)
+    check_whole("num_tokens", num_tokens)
+    check("num_tokens", num_tokens >= 0, "0 or more", num_tokens)
+    check_whole("max_query_len", max_query_len)
+    want = f"1 to {longest}: allocate the plan for the longest query"
+    check("max_query_len", 1 <= max_query_len <= longest, want, max_query_len)
+    if plan.device.type != "cpu":
+        return
+    starts, shortest = qo_indptr.numpy().tolist(), int(seq_lens.numpy().min())
+    check("qo_indptr", starts[0] == 0, "0 at its start", starts[0])
+    for rows in map(operator.sub, starts[1:], starts):
+        want = f"0 to {max_query_len} (max_query_len) more than the one before"
+        check("each element of qo_indptr", 0 <= rows <= max_query_len, want, rows)
+    check("seq_lens", shortest >= 0, "0 or more", shortest)
+    want = f"at least {starts[-1]}, the query rows of qo_indptr"
+    check("num_tokens", num_tokens >= starts[-1], want, num_tokens)
+
+
 def validate(given: Inputs) -> None:
     """Raise ValueError unless the arguments fit; lengths and block numbers are trusted, unread."""
     q, kv_cache, table, out = given.q, given.kv_cache, given.block_table, given.out
@@ -172,15 +207,17 @@ def validate(given: Inputs) -> None:
     stored, kv_dtype, source = width, settings.kv_dtype, "as the plan"
     if given.layout is not None:
         stored, kv_dtype, source = given.layout.bytes, torch.uint8, "the bytes of its layout"
-    ok = kv_cache.dim() == 3 and kv_cache.shape[2] == stored
-    check("kv_cache", ok, f"[blocks, page_size, {stored}]", kv_cache)
+    ok = kv_cache.dim() == 3 and kv_cache.shape[2] == stored and kv_cache.shape[1] > 0
+    check("kv_cache", ok, f"[blocks, page_size, {stored}], page_size 1 or more", kv_cache)
     check("kv_cache", kv_cache.dtype == kv_dtype, f"{kv_dtype}, {source}", kv_cache.dtype)
     ok = table.dim() == 2 and table.shape[0] == batch
     check("block_table", ok, f"[{batch}, max_blocks]: {of}", table)
     check("block_table", table.dtype == torch.int32, "int32", table.dtype)
     check("out", out.shape == (tokens, heads, latent), f"[{tokens}, {heads}, {latent}]", out)
     check("out", out.dtype in OUTPUT_DTYPES, "bf16, fp16 or fp32", out.dtype)
-    check("softmax_scale", math.isfinite(given.softmax_scale), "finite", given.softmax_scale)
+    number: Any = given.softmax_scale
+    ok = isinstance(number, (float, numbers.Real)) and math.isfinite(number)
+    check("softmax_scale", ok, "a finite number", number)
     for name, tensor in tensors.items():
         check(name, tensor.stride(-1) == 1, "dense in its last dimension", tensor.stride())
     if given.epilogue is not None:
@@ -189,11 +226,10 @@ def validate(given: Inputs) -> None:
         check("out", out.dtype == weight, f"{weight}, as w_uv: it holds latents", out.dtype)
     scales = (("q_scale", given.q_scale, q), ("kv_scale", given.kv_scale, kv_cache))
     for name, scale, scaled in scales:
-        found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
-        if scaled.dtype in FP8_DTYPES:
-            want = f"one fp32 element: {scaled.dtype} values have a scale"
-            check(name, found == (torch.float32, 1), f"a tensor of {want}", scale)
-        if isinstance(scale, torch.Tensor):
+        if scale is not None or scaled.dtype in FP8_DTYPES:
+            found = (scale.dtype, scale.numel()) if isinstance(scale, torch.Tensor) else None
+            want = "a tensor of one fp32 element (None only without fp8)"
+            check(name, found == (torch.float32, 1), want, scale)
             tensors[name] = scale
     for name, tensor in tensors.items():
         check(name, tensor.device == plan.device, f"on {plan.device}, as the plan", tensor.device)
@@ -201,10 +237,14 @@ def validate(given: Inputs) -> None:
 
 def covers(given: Inputs) -> None:
     """Raise ValueError if the block table of a dense decode has too few columns for the lengths of
-    the plan, which it reads."""
-    plan, page = given.plan, given.kv_cache.shape[1]
+    the plan, or names a block that the cache does not have; it reads both."""
+    plan, (count, page, _), table = given.plan, given.kv_cache.shape, given.block_table
     has_rows = plan.qo_indptr.diff() > 0
-    longest = int((plan.kv_indptr.diff() * has_rows).max())
-    blocks, columns = -(-longest // page), given.block_table.shape[1]
+    lengths = (plan.kv_indptr.diff() * has_rows)[: len(table), None]
+    longest = int(lengths.max())
+    blocks, columns = -(-longest // page), table.shape[1]
     want = f"{blocks} blocks wide or wider, for {longest} KV tokens in pages of {page}"
     check("block_table", columns >= blocks, want, columns)
+    named = table[torch.arange(columns, device=table.device) * page < lengths]
+    wrong = named[(named < 0) | (named >= count)].tolist()
+    check("block_table", not wrong, f"of blocks 0 to {count - 1} of kv_cache", wrong[:1])

@@ -62,7 +62,8 @@ def validate(q: torch.Tensor, cache: torch.Tensor, settings: Settings, layout: C
     size, align = layout.bytes, (cache.data_ptr(), cache.stride(0), layout.entry_stride(cache))
     of, widths = f"entries of {size} bytes", (q.shape[2], settings.v_head_dim)
     want = f"({layout.width}, {layout.latent}), as {of} have them"
-    check("the query's width and v_head_dim", widths == (layout.width, layout.latent), want, widths)
+    ok = widths == (layout.width, layout.latent)
+    check("the width of q and the latent width of the scratch", ok, want, widths)
     types = f"{q.dtype} over {settings.kv_dtype}"
     ok = q.dtype == torch.bfloat16 and settings.kv_dtype in FP8_DTYPES
     check("the scratch", ok, f"for a bf16 query over the fp8 (e4m3) values of {of}", types)

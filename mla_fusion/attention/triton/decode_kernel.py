@@ -113,7 +113,7 @@ def store_item(
     latent = tl.arange(0, L_PAD)
     head, real, partial = item.head, item.real, item.partial
     divisor = tl.sum(l, 0)
-    lse = tl.where(divisor > 0.0, (m + tl.log2(divisor)) * LN2, float("-inf"))
+    lse = tl.where(divisor == 0.0, float("-inf"), (m + tl.log2(divisor)) * LN2)
     if form.SINK:  # noqa: SIM102 (known when compiled; the other one is not)
         if partial < 0:
             divisor += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)

@@ -68,7 +68,7 @@ def mla_reduce(
         of_split = within(wanted[:, :, None], column[None, None, :], L, PADDED)
         part = tl.load(values, mask=of_split, other=0.0)
         m, l, acc = merge_step(lse, part, m, l, acc)
-    lse = tl.where(l > 0.0, (m + tl.log2(l)) * LN2, float("-inf"))
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2)
     if SINK:
         l += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
     acc *= tl.where(lse > float("-inf"), 1.0 / l, 0.0)[:, None]
