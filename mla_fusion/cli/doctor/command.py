@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mla_fusion import __version__, config, gpu, kernels
+from mla_fusion.attention import cards
 from mla_fusion.attention.card import NEWEST_TRITON
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.config import eligibility, vllm_compat
@@ -75,6 +76,7 @@ def probe() -> dict[str, Any]:
         "platform": ("rocm" if is_rocm else "cuda") if is_gpu else "cpu",
         "device": here.name,
         "arch": here.arch,  # such as "sm_90" or "gfx942"
+        "decodes": [card.name for card in cards.of(here)] if here.arch else [],
         "fp8": str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
         "providers": providers,  # why each cannot run
         "default": vllm_compat.default_provider() if vllm else "",  # provider of the flag alone
@@ -199,6 +201,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         "fp8 type": found["fp8"] or "unknown without vLLM",
         "plugin": found["plugin"] or "loaded",
     }
+    if device:
+        facts["decodes"] = ", ".join(found["decodes"])
     if works and found["platform"] == "cuda":
         facts["auto"] = f"goes by {measured.files(device)}"
     if works and found["default"] not in serving:
