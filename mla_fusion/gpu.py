@@ -70,6 +70,7 @@ def fp8_type() -> torch.dtype:
     return of("cuda").fp8 or torch.float8_e4m3fn
 
 
+@functools.cache
 def triton_version() -> tuple[int, int]:
     """Major and minor version of the installed Triton."""
     import triton

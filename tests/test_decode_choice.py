@@ -29,7 +29,7 @@ def h200(monkeypatch, tmp_path):
     forget()
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
-    monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
+    monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90")
     facts = {"found": eligibility.LayerFacts(None, quantized_query=False)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
     return facts

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from mla_fusion import cli, report
+from mla_fusion.attention import cards
 from mla_fusion.cli import child
 from mla_fusion.cli.doctor import command as doctor
 from tests.cli.test_check import V3, checked  # noqa: F401  a fixture
+from tests.gpus import described
 from tests.test_docs import ROOT, TEXT, code_of
 
 PAGE = TEXT["docs/commands.md"]
@@ -31,6 +33,7 @@ def test_doctor(monkeypatch):
         **{"aiter_offers": {}, "platform": "cuda", "device": "NVIDIA H200", "arch": "sm_90"},
         **{"fp8": "float8_e4m3fn", "default": "triton", "vllm_error": ""},
         "providers": {"reference": "", "triton": "", "aiter": missing},
+        "decodes": [card.name for card in cards.of(described("sm_90"))],
         "plugin": "VLLM_PLUGINS=other leaves it out: add mla_fusion, or unset it",
     }
     monkeypatch.setattr(doctor, "probe", lambda: found)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,10 @@ from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.gpu import Gpu
 
-PLANNED_TOKENS = 64  # of a block of a plan: every kernel's tile, or a multiple of it
-OVERHEAD = 4  # fixed cost of a work item, in blocks
+# Of a plan: tokens of a block, every kernel's tile or a multiple of it, and the fixed cost of a
+# work item in blocks.
+BLOCKS = {"kv_granularity": 64, "overhead": 4}
+NEWEST_TRITON = 3, 8  # with which the kernels have run on a GPU
 
 
 class Decodes(NamedTuple):
@@ -74,19 +76,29 @@ class Card:
     name: its module below `mla_fusion.attention`, which has `arguments(given) -> Launch` and
     `kernel`. archs: the architectures for which it compiles; empty for every one.
     why_not: why it does not take these inputs; empty if it does.
-    settings: the arguments of `PersistentDecodePlan.allocate` that suit it, for decodes that it
-    takes; None for others, and where another kernel's plan does.
+    plans: whether a decode is planned for this kernel, unless an earlier card plans it.
+    settings: the arguments of `PersistentDecodePlan.allocate` for such a decode.
     shapes, thorough: the cases of `mla-fusion selftest`, and those of `--thorough` beside them.
     widens: it also takes a bf16 query over a cache in fp8, a case of selftest more.
+    page: the kernel needs pages of a multiple of this number of tokens; 0: it takes any page.
+    newest_triton: under a newer Triton `attention=auto` leaves decodes of this kernel to vLLM,
+    until `mla-fusion calibrate` has run; None: it never does.
+    rounds: it rounds each key of a byte cache to bf16; other kernels scale what they summed.
+    variant: of a product with W_UV, what is compiled for tokens, heads, and columns of a head.
     """
 
     name: str
     archs: tuple[str, ...]
     why_not: Callable[[Inputs], str]
-    settings: Callable[[Gpu, Decodes], dict[str, int] | None] = lambda here, decodes: None
+    plans: Callable[[Decodes], bool] = lambda of: False
+    settings: Callable[[Gpu, Decodes], dict[str, int]] = lambda here, of: {}
     shapes: tuple[Shape, ...] = ()
     thorough: tuple[Shape, ...] = ()
     widens: bool = False
+    page: int = 0
+    newest_triton: tuple[int, int] | None = None
+    rounds: bool = True
+    variant: Callable[[int, int, int], Hashable] = lambda tokens, heads, columns: None
 
     def why_not_on(self, here: Gpu) -> str:
         """Why it does not run on a GPU; empty if it does."""

@@ -38,10 +38,8 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
         return decline
     if not options.provider:
         return Decline("provider-platform")
-    try:
-        kernels.get_provider(options.provider)
-    except kernels.ProviderUnavailable as error:
-        return Decline("provider-unavailable", f"{options.provider}: {error}")
+    if why := kernels.why_unavailable(options.provider):
+        return Decline("provider-unavailable", f"{options.provider}: {why}")
     planned = options.attention in PLANNED
     if planned and (decline := why_no_plan(vllm_config, options)):
         return decline

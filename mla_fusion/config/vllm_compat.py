@@ -60,9 +60,10 @@ def default_provider() -> str:
     return "aiter" if is_rocm() else "triton" if _platform().is_cuda() else ""
 
 
-def is_hopper() -> bool:
-    """True if vLLM's platform is an NVIDIA GPU of sm_90."""
-    return bool(_platform().is_cuda() and _platform().is_device_capability((9, 0)))
+def gpu_arch() -> str:
+    """The architecture of the NVIDIA GPU that vLLM runs on; empty on another platform."""
+    found = _platform().get_device_capability() if _platform().is_cuda() else None
+    return "" if found is None else f"sm_{found.major}{found.minor}"
 
 
 def gpu_name() -> str:

@@ -30,6 +30,15 @@ def get_provider(name: str) -> Any:
     return load(__name__, PROVIDERS, name)
 
 
+def why_unavailable(name: str) -> str:
+    """Why provider `name` cannot run here; empty if it can."""
+    try:
+        get_provider(name)
+    except ProviderUnavailable as error:
+        return str(error)
+    return ""
+
+
 def load(package: str, providers: tuple[str, ...], name: str) -> Any:
     """The module `name`, one of `providers` in a package, after its `require()`."""
     if name not in providers:

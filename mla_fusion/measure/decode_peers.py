@@ -307,10 +307,15 @@ def flashinfer_mla(inputs: Inputs) -> Call:
     return inputs.behind(call)
 
 
-# By the type of query and cache.
-VLLM_DEFAULT = {BF16: "fa3", FP8: "flashmla"}  # on Hopper, for 512 + 64 and pages of 64
+# vLLM's choice by architecture, type of query and cache, and widths, with pages of 64.
+VLLM_DEFAULT = {("sm_90", BF16, 512, 64): "fa3", ("sm_90", FP8, 512, 64): "flashmla"}
 FOR_ALL: dict[str, Candidate] = {"ours": ours, "triton_mla": triton_mla, "flashmla": flashmla}
 CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
     BF16: {**FOR_ALL, "fa3": fa3, "flashinfer_mla": flashinfer_mla},
     FP8: {**FOR_ALL, "flashinfer_mla": flashinfer_mla},
 }
+
+
+def vllm_default(case: Case) -> str:
+    """The candidate that vLLM chooses on this GPU; empty where that is not known."""
+    return VLLM_DEFAULT.get((gpu.of("cuda").arch, case.dtype, case.latent, case.rope), "")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_fusion import config, gpu, logger
+from mla_fusion.attention import cards
 from mla_fusion.attention.aiter import selection
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import measured
@@ -121,16 +122,17 @@ def described(layers: Mapping[str, Any], options: config.Options) -> str:
 
 
 def choose_page(vllm_config: Any) -> None:
-    """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
-    takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
+    """Let a page of the KV cache have the tokens that a kernel of this GPU needs: Hopper's copy
+    engine takes a tile from within a page only, and none from the 16 tokens of some backends."""
     cache = vllm_config.cache_config
     options = config.read_options(vllm_config.additional_config)
     attention = options.attention
     ours = attention == "portable" or (attention == "auto" and _is_listed(options, vllm_config))
-    if ours and vllm_compat.is_hopper() and not cache.user_specified_block_size:
+    page = max(card.page for card in cards.of(gpu.Gpu(arch=vllm_compat.gpu_arch())))
+    if ours and page and not cache.user_specified_block_size:
         # As if the operator had asked: else vLLM asks the backend when the model is loaded.
-        cache.block_size, cache.user_specified_block_size = measured.PAGE, True
-        logger.debug("attention=%s: block_size is %d", attention, measured.PAGE)
+        cache.block_size, cache.user_specified_block_size = page, True
+        logger.debug("attention=%s: block_size is %d", attention, page)
 
 
 def _is_listed(options: config.Options, vllm_config: Any) -> bool:

@@ -109,7 +109,7 @@ def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
 
 def why_not(layer: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
-    if not vllm_compat.is_hopper():
+    if vllm_compat.gpu_arch() not in sparse_step.MEASURED:
         return Decline("sparse-platform")
     size = getattr(layer, "swa_bytes_per_token", FP8_DS_MLA_V4.bytes)  # V4.1 has another on sm_100
     widths, cache = (layer.head_dim, layer.rope_head_dim), layer.kv_cache_dtype

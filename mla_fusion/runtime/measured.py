@@ -22,11 +22,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from mla_fusion import logger
+from mla_fusion.attention import cards
+from mla_fusion.attention.card import Decodes
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.files import read_bounded
-from mla_fusion.gpu import triton_version
+from mla_fusion.gpu import Gpu, triton_version
 
 FOLDER = Path(__file__).parent / "gpus"
 WIDTHS = 512, 64  # latent and rotated part of a cache entry
@@ -34,9 +38,6 @@ PAGE = 64  # tokens of a page of the cache, or a multiple of it
 # Largest slowdown accepted in any measured context, as a fraction, where the mean of all contexts
 # gains: the contexts of a step are not known when it is captured.
 MAX_LOSS = 0.07
-# More query rows (heads x rows of a sequence) have a kernel of their own, which has run with Triton
-# up to this one.
-FEW_ROWS, NEWEST_TRITON = 32, (3, 8)
 
 Kernel = tuple[str, int, int]  # type of the query, heads, query rows of a sequence
 Shape = tuple[str, int, int, str]  # these, and the backend
@@ -163,9 +164,11 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
 
 def why_not_run(gpu: str, of: Kernel) -> str:
     """Why a kernel is not known to run on a GPU with the installed Triton; empty if it is."""
-    _, heads, rows = of
+    dtype, heads, rows = of
+    decodes = Decodes(heads, rows, getattr(torch, dtype), sum(WIDTHS))
+    newest = cards.planned(Gpu(arch=vllm_compat.gpu_arch()), decodes).newest_triton
     checked = any(shape[:3] == of for shape in _own(gpu))
-    if heads * rows <= FEW_ROWS or triton_version() <= NEWEST_TRITON or checked:
+    if newest is None or triton_version() <= newest or checked:
         return ""
     triton = "{}.{}".format(*triton_version())
     return f"the kernel for {heads_and_rows(of)} has not run with Triton {triton}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_fusion import config, gpu, logger
-from mla_fusion.attention.cdna.cards import why_no_sparse
+from mla_fusion.attention import cards
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, WIDE
 from mla_fusion.attention.sparse import sparse_mla_decode, sparse_scratch
@@ -31,7 +31,8 @@ LATENT = FP8_DS_MLA.latent
 LAYOUTS = {"fp8_ds_mla": FP8_DS_MLA, "auto": None, "bfloat16": None}
 # By layout: most query heads of a rank, and most tokens of a step, that this library decodes faster
 # than vLLM's choice; FlashMLA pads a rank to 64 or 128 heads. Measured by itself on an H200, 1 to
-# 128 tokens (benchmarks/results/sparse_h200.csv).
+# 128 tokens (benchmarks/results/sparse_h200.csv), for the architectures MEASURED.
+MEASURED = gpu.HOPPER
 FASTER: dict[Any, tuple[tuple[int, int], ...]] = {
     FP8_DS_MLA: ((32, 128), (64, 64), (128, 16)),
     None: ((16, 16),),
@@ -166,12 +167,13 @@ def _rocm_caches() -> dict[str, torch.dtype]:
 
 def why_not(impl: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
-    rocm = gpu.of(vllm_config.device_config.device_type).arch in gpu.CDNA
-    if not (rocm or vllm_compat.is_hopper()):
+    here = gpu.of(vllm_config.device_config.device_type)
+    rocm = here.arch in gpu.CDNA
+    if not (rocm or vllm_compat.gpu_arch() in MEASURED):
         return Decline("sparse-platform")
     if rocm and config.read_options(vllm_config.additional_config).attention != "portable":
         return Decline("sparse-unmeasured")
-    if rocm and (why := why_no_sparse()):
+    if why := cards.why_no_sparse(here):
         return Decline("provider-unavailable", why)
     cache, heads, chosen = impl.kv_cache_dtype, impl.num_heads, impl.topk_indices_buffer
     widths, slower = vllm_compat.sparse_widths(impl), ""

@@ -64,7 +64,7 @@ def made(target, heads, kind, sequences, length, units, page=64):
 
 def kernel_of(portable):
     """Within it the portable kernel decodes, as on other GPUs, or the one that is chosen."""
-    every = (cards.named("triton.decode_kernel"),) if portable else cards.CARDS
+    every = (cards.PORTABLE,) if portable else cards.CARDS
     return mock.patch.object(cards, "CARDS", every)
 
 

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from mla_fusion import gpu
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna.cards import why_no_sparse
+from mla_fusion.attention.cards import why_no_sparse
 from mla_fusion.cli.selftest import planner, sparse
 from mla_fusion.cli.selftest.sparse import Variant
 from tests.amd import decode
@@ -17,6 +18,7 @@ from tests.amd.provider import judged, machine
 from tests.kernels.compiled import FP8
 from tests.nightly import daily
 
+NO_SPARSE = why_no_sparse(gpu.Gpu(arch="gfx942"))
 # Both types, sequences of several tiles, and several row blocks.
 SOME = ("ragged", "128 heads", "fp8 drafts")
 pytestmark = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -50,7 +52,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.skipif(bool(why_no_sparse()), reason=why_no_sparse())
+@pytest.mark.skipif(bool(NO_SPARSE), reason=NO_SPARSE)
 @pytest.mark.parametrize("name", daily(VARIANTS, "fp8 cache"))
 def test_sparse(target, name, monkeypatch):
     monkeypatch.setattr(provider, "require", lambda: None)

@@ -102,7 +102,7 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     """The others may read the plan before the kernel in front of them has ended."""
     decodes, place = Launches(), hopper_decode.kernel.arg_names.index("fresh")
-    monkeypatch.setattr(cards, "chosen", lambda *_: cards.named("hopper.decode"))
+    monkeypatch.setattr(cards, "chosen", lambda *_: hopper_cards.CARDS[-1])
     monkeypatch.setattr(hopper_decode, "kernel", decodes)
     monkeypatch.setattr(reduce_kernel, "kernel", Launches())
     plan = plan_for(num_heads=16)

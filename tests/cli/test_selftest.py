@@ -49,7 +49,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 0))
     imitate(monkeypatch, "sm_90", name="a GPU")
-    monkeypatch.setattr(kernels, "NAMES", [*ENDS])
+    monkeypatch.setattr(kernels, "checks", lambda: ENDS)
     monkeypatch.setattr(kernels, "start", start)
     monkeypatch.setattr(kernels, "SILENCE", 2.0)
 
@@ -90,4 +90,4 @@ def test_a_child_says_what_its_check_raised():
     """No kernel has this name."""
     row = kernels.watch("decode nothing", False, print)
     assert row.verdict == "WRONG" and row.cases == 0
-    assert row.wrong.startswith("the next case: ValueError: not enough values")
+    assert row.wrong.startswith("the next case: KeyError: 'decode nothing'")

@@ -89,7 +89,7 @@ class TestWhatItSwitchesOn:
     def test_a_page_holds_a_tile_of_the_portable_decode(
         self, make, monkeypatch, hopper, given, pages
     ):
-        monkeypatch.setattr(vllm_compat, "is_hopper", lambda: hopper)
+        monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90" if hopper else "sm_100")
         options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
         cache = make(FLAG_ON, options=options, **given).cache_config
         assert cache.block_size == pages

@@ -18,7 +18,6 @@ import torch
 from mla_fusion import gpu
 from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.cdna import cards
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
@@ -50,7 +49,7 @@ def imitate(monkeypatch):
     from vllm.utils import torch_utils
     from vllm.v1.attention.backends.mla import flashmla_sparse, sparse_utils
 
-    monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
+    monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90")
     monkeypatch.setattr(region, "require", lambda: None)
     monkeypatch.setattr(provider, "require", lambda: None)
     gpus.imitate(monkeypatch, "", sms=4)
@@ -238,7 +237,7 @@ def plant(monkeypatch, config, impl, changes):
     """Change what a layer, its engine's configs or what asks about the GPU have of these names."""
     configs = config, config.model_config, config.parallel_config, config.attention_config
     for name, value in changes.items():
-        owners = (vllm_compat, region, cards, gpu) if callable(value) else configs
+        owners = (vllm_compat, region, gpu) if callable(value) else configs
         owner = next((each for each in owners if hasattr(each, name)), impl)
         if name == "hisparse_config":
             owner = config.attention_config  # vLLM 0.26 has none

@@ -27,7 +27,7 @@ def imitate(monkeypatch, double):
     layers.imitate(monkeypatch)
     importlib.import_module(MODULE)
     monkeypatch.setattr(vllm_compat, "is_rocm", lambda: True)
-    monkeypatch.setattr(vllm_compat, "is_hopper", lambda: False)
+    monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "")
     monkeypatch.delitem(sys.modules, MODULE)
     gpus.imitate(monkeypatch, double.arch.name, sms=4)
     platform = type(current_platform)

@@ -208,7 +208,7 @@ def test_of_a_mixed_batch_the_decode_tokens_alone_are_served(config, make, vllms
 
 DECLINES = {
     "invariant": ("batch-invariant", "", {"is_batch_invariant": lambda: True}),
-    "not Hopper": ("sparse-platform", "", {"is_hopper": lambda: False}),
+    "not Hopper": ("sparse-platform", "", {"gpu_arch": lambda: "sm_100"}),
     "no Triton": ("provider-unavailable", "planted: no Triton here", {"require": unavailable}),
     "heads": ("sparse-slower", "fp8_ds_mla, 17 heads of a rank", {"num_heads": 17}),
     "wider": ("sparse-layer", "latents and rotated part of (512, 128)", {"qk_rope_head_dim": 128}),

@@ -1,11 +1,9 @@
 """The card of the kernel for CDNA 3 and 4: which decodes it takes, and how it is compiled."""
 
-import functools
-
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention.card import FEW, OVERHEAD, PLANNED_TOKENS, Card, Decodes, Shape
+from mla_fusion.attention.card import BLOCKS, FEW, Card, Decodes, Shape
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.gpu import triton_version
 
@@ -32,7 +30,8 @@ def rows_and_waves(
     """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD to compile for:
     as many as fit without spills, to hide each other's latency. page: tokens of a block."""
     few, fp8 = rows <= 16, kv_dtype.itemsize == 1
-    if arch == "gfx950" and fp8 and not converts_e4m3fn():
+    if arch == "gfx950" and fp8 and triton_version() < (3, 7):
+        # It converts e4m3fn by code of its own, which takes registers.
         waves = 1
     elif few:
         aligned = page % TILE == 0 or page in (16, 32)
@@ -42,30 +41,15 @@ def rows_and_waves(
     return 16 if few else 32, waves
 
 
-@functools.cache
-def converts_e4m3fn() -> bool:
-    """True if Triton has the instructions of CDNA 4 for e4m3fn; its own code takes registers."""
-    return triton_version() >= (3, 7)
-
-
-def why_no_sparse() -> str:
-    """Why sparse decode is not compiled for AMD GPUs; empty if it is."""
-    why = "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does"
-    return "" if triton_version() >= (3, 7) else why.format(*triton_version())
-
-
-def _settings(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
+def _settings(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
     """As many CTAs as fit the compute units, where the row blocks of an item run at once."""
-    if of.scopes:
-        return None
     tile, waves = rows_and_waves(here.arch, of.rows, of.kv_dtype, of.kv_dtype, TILE)
-    ctas = max(1, waves * here.sms // -(-of.rows // tile))
-    return {"ctas": ctas, "kv_granularity": PLANNED_TOKENS, "overhead": OVERHEAD}
+    return {"ctas": max(1, waves * here.sms // -(-of.rows // tile)), **BLOCKS}
 
 
 CARDS = (
     Card(
-        "cdna.decode", gpu.CDNA, decode, _settings,
+        "cdna.decode", gpu.CDNA, decode, lambda of: not of.scopes, _settings,
         (*FEW, Shape(16, 8, 128), Shape(32, 1, 64, 256, 64)), (Shape(64, 2, 32), Shape(8, 8, 16)),
     ),
 )  # fmt: skip

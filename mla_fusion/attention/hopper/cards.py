@@ -3,15 +3,16 @@
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention.card import FEW, OVERHEAD, PLANNED_TOKENS, Card, Decodes, Shape
+from mla_fusion.attention.card import BLOCKS, FEW, NEWEST_TRITON, Card, Decodes, Shape
 from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.kernels.arithmetic import next_power_of_two
 
 TILE = 64  # tokens that are copied and multiplied at once
 # Latent and rotated part. Tiles in shared memory are powers of two wide, two of them have to fit
 # beside 64 query rows, and each pair was compiled and checked.
 WIDTHS = ((512, 64), (256, 64), (256, 32))
-WARP_SPECIALIZED_WIDTHS = (512, 64)
+WARP_SPECIALIZED_WIDTHS, WIDE = (512, 64), 576  # and their sum
 WARP_SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
 WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
@@ -20,7 +21,7 @@ PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Sequences from which two CTAs of up to 16 query rows in fp8 share an SM. On an H200 one CTA took
 # 0.80 to 1.02 of the time with 1 and 4, and 1.10 at 64 x 8192.
 SHARED_FROM = 5
-# Less than `OVERHEAD` for tiles of 128 tokens, which splits of 3 blocks would fill badly, and for
+# Less than in `BLOCKS` for tiles of 128 tokens, which splits of 3 blocks would fill badly, and for
 # fp8_ds_mla, whose blocks take longer.
 WIDE_OVERHEAD, DS_MLA_OVERHEAD = 3, 2
 PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 64  # of a CTA of `product.py`
@@ -115,6 +116,11 @@ def product_size(tokens: int, heads: int, values: int) -> int:
     return tokens * -(-tokens // PRODUCT_ROWS) * heads * (values // PRODUCT_COLUMNS)
 
 
+def _variant(tokens: int, heads: int, values: int) -> tuple[int, bool, bool]:
+    size = product_size(tokens, heads, values)
+    return product_rows(tokens), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
+
+
 def product(given: Inputs) -> str:
     """Why `product.py` does not take these inputs, or where `torch.bmm` was as fast."""
     assert given.epilogue is not None
@@ -135,32 +141,23 @@ def product(given: Inputs) -> str:
     return ""
 
 
-def _blocks_at_once(sms: int, heads: int, rows: int, decodes: Decodes) -> dict[str, int]:
+def _blocks_at_once(here: gpu.Gpu, of: Decodes, rows: int, pairs: bool) -> dict[str, int]:
     """The blocks of 64 rows of an item run at the same time and read tiles of the cache together,
-    so the plan has fewer CTAs; `heads` of one query row have both blocks in an item for it."""
-    plan = {"kv_granularity": PLANNED_TOKENS, "overhead": OVERHEAD}
-    if (heads, decodes.max_query_len) == (PAIRED_HEADS, 1):
+    so the plan has fewer CTAs. pairs: 128 heads of one query row have both blocks in an item."""
+    plan = {**BLOCKS}
+    if pairs and (of.heads, of.max_query_len) == (PAIRED_HEADS, 1):
         rows = plan["heads_per_work"] = PAIRED_HEADS
-    return {"ctas": max(1, sms // -(-rows // WARP_SPECIALIZED_ROWS)), **plan}
+    return {"ctas": max(1, here.sms // -(-rows // WARP_SPECIALIZED_ROWS)), **plan}
 
 
-def _of_warp_specialized(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
-    few = of.rows <= WARP_SPECIALIZED_ROWS and of.kv_dtype != torch.bfloat16
-    if of.scopes or few or of.width != sum(WARP_SPECIALIZED_WIDTHS):
-        return None
-    return _blocks_at_once(here.sms, of.heads, of.rows, of)
-
-
-def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
+def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
     """Two CTAs an SM for up to 16 query rows, if its shared memory holds the tiles of both. They
     hide each other's latency: 97 us instead of 136 with fp8 and 512 + 64, at 64 x 8192 tokens."""
-    if of.scopes:
-        return None
-    plan = {"kv_granularity": TILE, "overhead": OVERHEAD}
+    plan = {**BLOCKS}
     # Two tiles of keys, and one of queries.
     tiles = (2 * TILE + 16) * of.width * of.kv_dtype.itemsize
     shared = of.rows <= 16 and 2 * tiles <= here.shared_memory
-    if of.width == sum(WARP_SPECIALIZED_WIDTHS):
+    if of.width == WIDE:
         if shared:
             plan["half_below"] = SHARED_FROM
         if 16 < of.rows <= 32 and of.kv_dtype.itemsize == 1:
@@ -168,33 +165,37 @@ def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
     return {"ctas": here.sms * (2 if shared else 1), **plan}
 
 
-def _of_sparse_fp8(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
+def _of_sparse_fp8(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
     """Two CTAs of up to 16 heads over one scope of entries with scales in them share an SM."""
-    if of.layout is None or of.layout.behind or of.scopes != 1 or of.heads > SPARSE_FP8_ROWS:
-        return None
-    return {"ctas": 2 * here.sms, "kv_granularity": TILE, "overhead": DS_MLA_OVERHEAD}
+    return {"ctas": 2 * here.sms, **BLOCKS, "overhead": DS_MLA_OVERHEAD}
 
 
-def _of_sparse_specialized(here: gpu.Gpu, of: Decodes) -> dict[str, int] | None:
-    if of.layout is None:
-        return None
-    plan = _blocks_at_once(here.sms, of.heads, min(of.heads, WARP_SPECIALIZED_ROWS), of)
-    return plan if of.layout.behind else plan | {"overhead": DS_MLA_OVERHEAD}
+def _of_sparse_specialized(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
+    plan = _blocks_at_once(here, of, min(of.heads, WARP_SPECIALIZED_ROWS), pairs=True)
+    return plan if of.layout and of.layout.behind else plan | {"overhead": DS_MLA_OVERHEAD}
 
 
-PRODUCT = Card("hopper.product", gpu.HOPPER, product)
+PRODUCTS = (Card("hopper.product", gpu.HOPPER, product, variant=_variant),)
 CARDS = (
-    Card("hopper.sparse_fp8", gpu.HOPPER, sparse_fp8, _of_sparse_fp8),
-    Card("hopper.sparse_specialized", gpu.HOPPER, sparse_specialized, _of_sparse_specialized),
     Card(
-        "hopper.warp_specialized", gpu.HOPPER, warp_specialized, _of_warp_specialized,
+        "hopper.sparse_fp8", gpu.HOPPER, sparse_fp8,
+        lambda of: (of.layout, of.scopes) == (FP8_DS_MLA, 1) and of.heads <= SPARSE_FP8_ROWS,
+        _of_sparse_fp8, rounds=False,
+    ),
+    Card("hopper.sparse_specialized", gpu.HOPPER, sparse_specialized,
+         lambda of: of.layout is not None, _of_sparse_specialized),
+    Card(
+        "hopper.warp_specialized", gpu.HOPPER, warp_specialized,
+        lambda of: not of.scopes and of.rows > FEW_ROWS and of.width == WIDE,
+        lambda here, of: _blocks_at_once(here, of, of.rows, of.kv_dtype == torch.bfloat16),
         (Shape(64, 1, 64), Shape(128, 1, 64, huge=True), Shape(16, 4, 128, gap=64),
          Shape(16, 8, 64), Shape(40, 1, 128)),
         (Shape(8, 8, 64), Shape(32, 8, 64), Shape(128, 2, 64)),
+        page=TILE, newest_triton=NEWEST_TRITON,
     ),
     # In fp8 CTAs share SMs from 32 sequences on.
     Card(
-        "hopper.decode", gpu.HOPPER, decode, _of_decode,
+        "hopper.decode", gpu.HOPPER, decode, lambda of: not of.scopes, _of_decode,
         (*FEW, Shape(32, 1, 64, 256, 64), Shape(20, 1, 64, batch=40)),
         (Shape(64, 2, 32), Shape(20, 3, 64), Shape(40, 1, 16, 256, 32)),
     ),

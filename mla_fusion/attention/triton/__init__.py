@@ -7,7 +7,6 @@ import torch
 from mla_fusion import gpu
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Decodes
-from mla_fusion.attention.hopper import cards as for_hopper
 from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
@@ -78,13 +77,14 @@ def merge(given: Inputs) -> None:
 
 
 def multiply(given: Inputs) -> None:
-    """The product of the merged latents in `out` with W_UV, and a quantization: one launch on
-    Hopper where it is not slower, else `torch.bmm`, as in vLLM, and a kernel that quantizes."""
+    """The product of the merged latents in `out` with W_UV, and a quantization: one launch where a
+    card takes it, else `torch.bmm`, as in vLLM, and a kernel that quantizes."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
-    if for_hopper.PRODUCT.takes(gpu.of(latents.device), given):
-        _run(for_hopper.PRODUCT.module, given)
-        return
+    here = gpu.of(latents.device)
+    for card in cards.PRODUCTS:
+        if card.takes(here, given):
+            return _run(card.module, given)
     (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
     if epilogue.scale is not None:
         # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
@@ -112,10 +112,9 @@ def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
         merged = reduction(batch * layout.fold, layout.per_work * settings.max_query_len)
         batches.setdefault((merged, batch < plan.rules.half_below), batch)
         for length in range(1, settings.max_query_len + 1) if values else ():
-            tokens = batch * length
-            size = for_hopper.product_size(tokens, settings.num_heads, values or 0)
-            most, rows = for_hopper.PRODUCT_SIZE, for_hopper.product_rows(tokens)
-            batches.setdefault((length, rows, size > most, size > 2 * most), batch)
+            product = batch * length, settings.num_heads, values or 0
+            variants = (card.variant(*product) for card in cards.PRODUCTS)
+            batches.setdefault((length, *variants), batch)
     return sorted(set(batches.values()))
 
 

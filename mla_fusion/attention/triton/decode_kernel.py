@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mla_fusion import gpu
+from mla_fusion.attention.cards import portable_rows
 from mla_fusion.attention.plan import device_code
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, read_item, within
 from mla_fusion.attention.plan.inputs import Inputs, Launch
@@ -225,9 +226,8 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tup
     warp = 64 if is_amd else 32
     if of_bytes:
         return (16, 4) if warp == 64 else (min(rows, 32), 8)
-    if rows <= 16 or next_power_of_two(latent) + next_power_of_two(rope) > 576:
-        return 16, 4 if latent <= 512 else 256 // warp
-    return 32, 256 // warp
+    size = portable_rows(rows, next_power_of_two(latent) + next_power_of_two(rope))
+    return size, 4 if size == 16 and latent <= 512 else 256 // warp
 
 
 def arguments(given: Inputs) -> Launch:

@@ -99,7 +99,7 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
     except torch.OutOfMemoryError as problem:
         print(f"{shape}: nothing, OutOfMemoryError {str(problem)[:300]}", flush=True)
         return []
-    default = peers.VLLM_DEFAULT[case.dtype] if (case.latent, case.rope) == (512, 64) else ""
+    default = peers.vllm_default(case)
     known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
     candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
     rows, told, work = [], [], (case.bytes(), case.flops())

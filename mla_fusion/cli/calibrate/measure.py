@@ -22,7 +22,7 @@ from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config
-from mla_fusion.cli.selftest.kernels import NAMES, run_checks
+from mla_fusion.cli.selftest.kernels import decodes, run_checks
 from mla_fusion.config import vllm_compat
 from mla_fusion.files import read_bounded
 from mla_fusion.measure import decode_peers as peers
@@ -63,10 +63,9 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
     torch.manual_seed(0)
     dtype, timed = cases[0].dtype, []
     names = [*peers.CANDIDATES[dtype]]
-    # Elsewhere all peers, of which one that is missing is left out: `auto` compares with the one
-    # that the engine has.
-    if gpu.of("cuda").arch in gpu.HOPPER:
-        names = [decode.OURS, peers.VLLM_DEFAULT[dtype]]
+    # Else all peers, and one that is missing is left out: `auto` compares with the engine's.
+    if default := peers.vllm_default(cases[0]):
+        names = [decode.OURS, default]
     for case in paced(cases):
         timed += decode.measure(case, names, ROUNDS)
         torch.cuda.empty_cache()
@@ -86,10 +85,9 @@ def calibrate(cases: list[Case], facts: dict[str, str], path: Path, kernels: str
 
 def concerned(types: set[torch.dtype]) -> list[str]:
     """The checks of `mla-fusion selftest` for what the portable decode launches here."""
-    modules = [card.name for card in cards.of(gpu.of("cuda"))]
     kinds = [name for name, dtype in decode.TYPES.items() if dtype in types]
-    decodes = {f"decode {module} {kind}" for module in modules for kind in kinds}
-    return [name for name in NAMES if name in {"planner", "epilogue", *decodes}]
+    names = itertools.chain(*(decodes(cards.of(gpu.of("cuda")), kind) for kind in kinds))
+    return ["planner", *names, "epilogue"]
 
 
 def every() -> list[list[Case]]:

@@ -159,11 +159,9 @@ def _refuse(settings: Settings) -> None:
         )
     if settings.layers > _MOST_LAYERS:
         raise UserError(f"--layers {settings.layers}: an engine has {_MOST_LAYERS} at most")
-    try:
-        kernels.get_provider(settings.provider)
-    except kernels.ProviderUnavailable as error:
-        needs = str(error).partition(";")[0]
-        raise UserError(f"--provider: {needs}; the default, reference, needs nothing") from None
+    if why := kernels.why_unavailable(settings.provider):
+        needs = why.partition(";")[0]
+        raise UserError(f"--provider: {needs}; the default, reference, needs nothing")
 
 
 def _prepare(settings: Settings) -> None:

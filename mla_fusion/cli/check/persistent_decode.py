@@ -4,10 +4,12 @@ a CPU, without AITER and the kernels of Triton, cannot say."""
 import torch
 
 from mla_fusion import config
-from mla_fusion.attention import triton
+from mla_fusion.attention import cards, triton
 from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.card import Decodes
 from mla_fusion.cli.check.answer import Settings
 from mla_fusion.cli.check.model_config import Cut
+from mla_fusion.gpu import Gpu
 from mla_fusion.report.reasons import Declined
 
 _SHARED = (
@@ -52,7 +54,12 @@ def _of_triton(settings: Settings, cut: Cut) -> list[str]:
     latent, rope = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
     if why := triton.unsupported(torch.bfloat16, stored, latent, rope):
         raise Declined("portable-attention", f"triton: {why}")
-    notes = ["  epilogue of the decode: product with W_UV"]
+    heads, rows = cut.config["num_attention_heads"], 1 + settings.speculative_tokens
+    decodes = Decodes(heads, rows, stored, latent + rope)
+    archs = dict.fromkeys(arch for card in cards.CARDS for arch in card.archs)
+    plans = [f"{cards.planned(Gpu(arch=arch), decodes).name} on {arch}" for arch in archs]
+    notes = [f"  plan for the kernel {', '.join(plans)}, {cards.PORTABLE.name} elsewhere"]
+    notes.append("  epilogue of the decode: product with W_UV")
     if given := cut.quantization:
         where = "the server's report says whether it is in the epilogue"
         if given.get("quant_method") == "fp8" and given.get("weight_block_size"):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from mla_fusion import __version__, config, gpu, kernels
+from mla_fusion.attention import cards
+from mla_fusion.attention.card import NEWEST_TRITON
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
@@ -57,10 +59,10 @@ def probe() -> dict[str, Any]:
     """The environment as plain data; imports vLLM and AITER where they are. Empty are the version
     of a missing or broken package, and why something does not work, if it does."""
     vllm, vllm_error = _import_vllm()
-    device, arch = _device()
+    here = gpu.of("cuda:0") if torch.cuda.is_available() else gpu.Gpu()
     is_gpu = vllm_compat.is_gpu() if vllm else torch.cuda.is_available()
     is_rocm = vllm_compat.is_rocm() if vllm else gpu.of("cuda").vendor == "AMD"
-    providers = {name: _why_not(name) for name in kernels.PROVIDERS}
+    providers = {name: kernels.why_unavailable(name) for name in kernels.PROVIDERS}
     # A distribution called aiter may be another project's; then the provider cannot run.
     other = "" if providers["aiter"] else version_of("aiter") or "unknown"
     return {
@@ -72,8 +74,9 @@ def probe() -> dict[str, Any]:
         "aiter_offers": {} if providers["aiter"] else aiter.capabilities(),
         # By vLLM if it is installed, else by torch.
         "platform": ("rocm" if is_rocm else "cuda") if is_gpu else "cpu",
-        "device": device,
-        "arch": arch,  # such as "sm_90" or "gfx942"
+        "device": here.name,
+        "arch": here.arch,  # such as "sm_90" or "gfx942"
+        "decodes": [card.name for card in cards.of(here)] if here.arch else [],
         "fp8": str(vllm_compat.fp8_dtype()).removeprefix("torch.") if vllm else "",
         "providers": providers,  # why each cannot run
         "default": vllm_compat.default_provider() if vllm else "",  # provider of the flag alone
@@ -93,22 +96,6 @@ def _import_vllm() -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - a broken install may raise anything
         return "", f"{type(error).__name__}: {error}"
     return version, ""
-
-
-def _device() -> tuple[str, str]:
-    """(name, architecture) of the first GPU; empty without one."""
-    if not torch.cuda.is_available():
-        return "", ""
-    found = gpu.of("cuda:0")
-    return found.name, found.arch
-
-
-def _why_not(provider: str) -> str:
-    try:
-        kernels.get_provider(provider)
-    except kernels.ProviderUnavailable as error:
-        return str(error)
-    return ""
 
 
 def _why_no_plugin() -> str:
@@ -214,6 +201,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         "fp8 type": found["fp8"] or "unknown without vLLM",
         "plugin": found["plugin"] or "loaded",
     }
+    if device:
+        facts["decodes"] = ", ".join(found["decodes"])
     if works and found["platform"] == "cuda":
         facts["auto"] = f"goes by {measured.files(device)}"
     if works and found["default"] not in serving:
@@ -221,7 +210,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")
     if works and device:
         unknown = [] if measured.has_measurements(device) else [device]
-        if numbers(found["triton"])[:2] > measured.NEWEST_TRITON:
+        if numbers(found["triton"])[:2] > NEWEST_TRITON:
             unknown.append(f"Triton {found['triton']}")
         if unknown:
             what = f"the kernels were not measured with {' and '.join(unknown)}"

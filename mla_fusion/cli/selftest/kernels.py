@@ -2,7 +2,6 @@
 once, in a process each: a kernel that never ends or ends the process takes only that with it."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -10,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TextIO
 
@@ -19,15 +19,15 @@ import torch
 
 from mla_fusion import gpu
 from mla_fusion.attention import cards
-from mla_fusion.attention.card import Shape
-from mla_fusion.attention.cdna.cards import why_no_sparse
+from mla_fusion.attention.card import Card, Shape
 from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, planner, region, sparse
 from mla_fusion.measure.outcome import CannotRun, Outcome
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
+REPEATS = 3, 15  # of a decode's cases; the second if thorough
 SILENCE = 150.0  # seconds; a case compiles kernels for up to half a minute
-_behind = functools.partial(Shape, queries=1, page=64, values=128)
+_behind = partial(Shape, queries=1, page=64, values=128)
 EPILOGUES = [
     _behind(16, batch=1),
     _behind(32, batch=2, quantization="group"),
@@ -36,42 +36,49 @@ EPILOGUES = [
     _behind(128, batch=8),
 ]
 MORE_EPILOGUES = [_behind(64, batch=1, quantization="group"), _behind(16, queries=2, batch=2)]
-NAMES = [
-    "planner",
-    *(f"{what} {kind}" for kind in ("bf16", "fp8")
-      for what in ("region", *(f"decode {card.name}" for card in cards.CARDS if card.shapes))),
-    "epilogue", *(f"sparse {cache}" for cache in ("bf16", "fp8", "656 bytes", "584 bytes")),
-]  # fmt: skip
+Check = Callable[[bool], Iterator[Outcome]]  # by `thorough`; it raises CannotRun on this GPU
 
 
-def check(name: str, thorough: bool) -> Iterator[Outcome]:
-    """The cases of one of `NAMES`, or CannotRun on this GPU."""
-    what, _, of = name.partition(" ")
-    repeats = 15 if thorough else 3
-    if what == "planner":
-        many = planner.THOROUGH if thorough else planner.PLANNERS
-        return planner.check(many, plans=20 if thorough else 8)
-    if what == "region":
-        return region.check(region.cases(_type_of(of), thorough))
-    if what == "epilogue":
-        shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
-        if gpu.of("cuda").no_fp8():
-            shapes = [shape for shape in shapes if shape.quantization == "none"]
-        return decode.check(None, shapes, repeats=repeats)
-    if what == "sparse":
-        if gpu.of("cuda").vendor == "AMD" and (why := why_no_sparse()):
-            raise CannotRun(why)
-        fp8 = gpu.fp8_type() if of == "bf16" else _type_of("fp8")
-        return sparse.check(sparse.variants(of, fp8), steps=40 if thorough else 4)
-    module, kind = of.split()
-    card = cards.named(module)
+def checks() -> dict[str, Check]:
+    """Every check by its name, in order."""
+    found: dict[str, Check] = {"planner": planner.check_all}
+    for kind in ("bf16", "fp8"):
+        found |= {f"region {kind}": partial(_region, kind), **decodes(cards.CARDS, kind)}
+    caches = "bf16", "fp8", "656 bytes", "584 bytes"
+    return found | {"epilogue": _epilogue, **{f"sparse {x}": partial(_sparse, x) for x in caches}}
+
+
+def decodes(of: Iterable[Card], kind: str) -> dict[str, Check]:
+    """The checks of the kernels of these cards. kind: the type of query and cache."""
+    return {f"decode {x.name} {kind}": partial(_decode, x, kind) for x in of if x.shapes}
+
+
+def _region(kind: str, thorough: bool) -> Iterator[Outcome]:
+    return region.check(region.cases(_type_of(kind), thorough))
+
+
+def _decode(card: Card, kind: str, thorough: bool) -> Iterator[Outcome]:
     if why := card.why_not_on(gpu.of("cuda")):
         raise CannotRun(why)
     kv, chosen = _type_of(kind), card.shapes + (card.thorough if thorough else ())
     cases = [dataclasses.replace(shape, kv=kv, q=kv) for shape in chosen]
     if kind == "fp8" and card.widens:
         cases.append(Shape(16, 1, 64, kv=kv))
-    return decode.check(card, cases, repeats=repeats)
+    return decode.check(card, cases, repeats=REPEATS[thorough])
+
+
+def _epilogue(thorough: bool) -> Iterator[Outcome]:
+    shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
+    if gpu.of("cuda").no_fp8():
+        shapes = [shape for shape in shapes if shape.quantization == "none"]
+    return decode.check(None, shapes, repeats=REPEATS[thorough])
+
+
+def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
+    if why := cards.why_no_sparse(gpu.of("cuda")):
+        raise CannotRun(why)
+    fp8 = gpu.fp8_type() if cache == "bf16" else _type_of("fp8")
+    return sparse.check(sparse.variants(cache, fp8), steps=40 if thorough else 4)
 
 
 def _type_of(kind: str) -> torch.dtype:
@@ -87,7 +94,7 @@ def run(job: Job, progress: TextIO) -> dict[str, str]:
     """The work of a child process: a line of JSON for each outcome of a check; then why the kernel
     cannot run here, "skipped", or why the check could not go on, "wrong"."""
     try:
-        for outcome in check(**job.options):
+        for outcome in checks()[job.options["name"]](job.options["thorough"]):
             print(json.dumps(dataclasses.asdict(outcome)), file=progress)
     except CannotRun as why:
         return {"skipped": str(why)}

@@ -52,6 +52,11 @@ def check(
         yield Outcome(name, different, 0)
 
 
+def check_all(thorough: bool) -> Iterator[Outcome]:
+    """The planners of `mla-fusion selftest`."""
+    return check(THOROUGH, plans=20) if thorough else check(PLANNERS)
+
+
 def ragged_batch(
     rng: random.Random, max_batch: int, granularity: int
 ) -> tuple[list[int], list[int], int]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
+from mla_fusion.attention import cards
+from mla_fusion.attention.card import Decodes
 from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import WIDE, CacheLayout
@@ -150,11 +151,10 @@ class Bench(outcome.Bench):
 
     def compared(self) -> Iterator[tuple[torch.Tensor, ...]]:
         layout = self.variant.layout
-        # One kernel for Hopper scales what it summed; the others round each key to bf16.
-        few = self.variant.heads <= SPARSE_FP8_ROWS and len(self.scopes) == 1
-        few = few and gpu.of(self.device).arch in gpu.HOPPER
-        rounds = layout is not None and (layout.behind or not few)
-        by = SCALE if self.variant.q.itemsize == 1 else 1.0
+        of = self.variant
+        decodes = Decodes(of.heads, 1, of.kv, 0, len(self.scopes), layout)
+        rounds = layout is not None and cards.planned(gpu.of(self.device), decodes).rounds
+        by = SCALE if of.q.itemsize == 1 else 1.0
         for token, q in enumerate(self.q.double() * by):
             found = []
             for scope, (_, keys), each in zip(self.scopes, self.banks, self.lengths, strict=True):
