@@ -317,19 +317,17 @@ def test_the_report_names_who_decodes_once(h200, monkeypatch):
     ("options", "changes", "page"),
     [
         *(({}, {}, 64), ({}, {"cache": "fp8"}, 64), ({}, {"drafts": 1}, 64)),
-        *(({}, {"drafts": 2}, 16), ({}, {"dcp": 2}, 16), ({}, {"latent": 256}, 16)),
-        ({"attention": "vllm"}, {}, 16),
+        *(({}, {"drafts": 2}, 0), ({}, {"dcp": 2}, 0), ({}, {"latent": 256}, 0)),
+        ({"attention": "vllm"}, {}, 0),
         ({"attention": "portable"}, {"drafts": 1}, 64),
     ],
 )
 def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, changes, page):
     config = engine(page=16, options={"provider": "triton", **options}, **changes)
-    decode_choice.choose_page(config)
-    assert config.cache_config.block_size == page
+    assert decode_choice.page_of(config) == page
     chosen = engine(page=16, options={"provider": "triton", "attention": "portable"})
     chosen.cache_config.user_specified_block_size = True
-    decode_choice.choose_page(chosen)
-    assert chosen.cache_config.block_size == 16
+    assert decode_choice.page_of(chosen) == 0
 
 
 def test_a_larger_step_than_was_measured_is_left_to_the_backend():

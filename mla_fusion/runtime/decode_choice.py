@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion import config, gpu, logger
+from mla_fusion import config, gpu
 from mla_fusion.attention.aiter import selection
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import measured
@@ -120,17 +120,15 @@ def described(layers: Mapping[str, Any], options: config.Options) -> str:
     return "; ".join(filter(None, found)) or options.attention
 
 
-def choose_page(vllm_config: Any) -> None:
-    """Let a page of the KV cache hold a tile of the portable decode on Hopper, whose copy engine
-    takes a tile from within a page only; with the 16 tokens of some backends it copies none."""
-    cache = vllm_config.cache_config
+def page_of(vllm_config: Any) -> int:
+    """Tokens of a page of the KV cache that holds a tile of the portable decode on Hopper, whose
+    copy engine takes a tile from within a page only; with the 16 tokens of some backends it copies
+    none. 0 where an engine needs no such page, or its operator named one."""
     options = config.read_options(vllm_config.additional_config)
     attention = options.attention
     ours = attention == "portable" or (attention == "auto" and _is_listed(options, vllm_config))
-    if ours and vllm_compat.is_hopper() and not cache.user_specified_block_size:
-        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
-        cache.block_size, cache.user_specified_block_size = measured.PAGE, True
-        logger.debug("attention=%s: block_size is %d", attention, measured.PAGE)
+    free = not vllm_config.cache_config.user_specified_block_size
+    return measured.PAGE if ours and free and vllm_compat.is_hopper() else 0
 
 
 def _is_listed(options: config.Options, vllm_config: Any) -> bool:
