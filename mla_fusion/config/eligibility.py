@@ -136,11 +136,16 @@ def facts(
     quantized = fp8 and bool(layer.impl.supports_quant_query_input)
     decline = _decline(layer, provider, activation)
     if decline is None and attention in PLANNED:
-        types = vllm_compat.fp8_dtype() if quantized else activation, cache_dtype(layer, activation)
-        code = "aiter-attention" if attention == "aiter" else "portable-attention"
-        why = _no_plan(layer, attention, *types, query_len)
-        decline = Decline(code, why) if why else None
+        query = vllm_compat.fp8_dtype() if quantized else activation
+        cache = cache_dtype(layer, activation)
+        decline = why_no_decode(layer, attention, query, cache, query_len)
     return LayerFacts(decline, quantized, no_epilogue(layer, attention, activation))
+
+
+def activation_of(layer: Any, model: torch.dtype) -> torch.dtype:
+    """The type of a layer's activations: that of W_UK, or where it is packed, of the `model`."""
+    weight = vllm_compat.absorb_weight(layer)
+    return model if weight is None else weight.dtype
 
 
 def no_epilogue(layer: Any, attention: str, activation: torch.dtype) -> str:
@@ -197,6 +202,14 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
     if why := kernels.unsupported(provider, *widths):
         return Decline("shape", f"provider {provider}: {why}")
     return None
+
+
+def why_no_decode(
+    layer: Any, planner: str, query: torch.dtype, cache: torch.dtype, query_len: int
+) -> Decline | None:
+    """Why the persistent decode "portable" or "aiter" cannot serve a layer with such types."""
+    why = _no_plan(layer, planner, query, cache, query_len)
+    return Decline(f"{planner}-attention", why) if why else None
 
 
 def _no_plan(
