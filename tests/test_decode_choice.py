@@ -17,6 +17,7 @@ from mla_fusion.runtime.engine import Engine
 from tests.gpus import imitate
 
 H200, AUTO = "NVIDIA H200", Options("triton")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 KEY = "bfloat16", 16, 1, "FLASH_ATTN_MLA"
 
 
@@ -33,7 +34,7 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
     monkeypatch.setattr(vllm_compat, "is_hopper", lambda: True)
-    facts = {"found": eligibility.LayerFacts(None, quantized_query=False)}
+    facts = {"found": eligibility.LayerFacts(None, BF16, BF16)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
     monkeypatch.setattr(eligibility, "why_no_decode", lambda *_: None)
     return facts
@@ -42,9 +43,7 @@ def h200(monkeypatch, tmp_path):
 def choose(layer, options, config):
     """The choice for a layer of the engine that a worker makes of vLLM's config."""
     made = dataclasses.replace(Engine.of(config), options=options)
-    facts = eligibility.facts()
-    types = facts.query_dtype(made.activation), eligibility.cache_dtype(layer, made.activation)
-    return decode_choice.choose(layer, made, facts, *types)
+    return decode_choice.choose(layer, made, eligibility.facts())
 
 
 def layer(heads=16, backend="FLASH_ATTN_MLA", latent=512):
@@ -121,13 +120,15 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
 def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine, runs, why):
     choice = choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
-    h200["found"] = eligibility.LayerFacts(Decline("portable-attention", "a sliding window"), False)
+    h200["found"] = eligibility.LayerFacts(
+        Decline("portable-attention", "a sliding window"), BF16, BF16
+    )
     choice = choose(layer(), AUTO, engine())
     assert not choice.planner and "a sliding window" in choice.why
 
 
 def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
-    h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
+    h200["found"] = eligibility.LayerFacts(None, FP8, FP8)
     assert choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
     drafts = choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
     runs = "portable with 1 to 256 sequences (auto: as measured)"

@@ -9,7 +9,6 @@ import torch
 from mla_fusion import config, gpu
 from mla_fusion.attention.aiter import selection
 from mla_fusion.config import eligibility, vllm_compat
-from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import measured
 from mla_fusion.runtime.engine import Engine
 
@@ -31,18 +30,15 @@ class Choice:
     slower_from: int = 0
 
 
-def choose(
-    layer: Any, engine: Engine, facts: eligibility.LayerFacts, query: torch.dtype,
-    cache: torch.dtype,
-) -> Choice:  # fmt: skip
-    """The choice for an MLA layer, by its `facts` and the types of its query and cache."""
+def choose(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
+    """The choice for an MLA layer with these facts."""
     asked = engine.options.attention
     if asked == "auto":
-        return _measured(layer, engine, facts, query, cache)
+        return _measured(layer, engine, facts)
     if asked not in config.PLANNED or facts.decline:
         return Choice()
     if asked == "aiter" and "AITER" in layer.attn_backend.get_name():
-        return _beside_aiters(layer, engine, cache)
+        return _beside_aiters(layer, engine, facts.cache)
     return Choice(asked, ((1, engine.sequences),))
 
 
@@ -59,19 +55,13 @@ def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
     return Choice("aiter", (run,), f"aiter, {backend} for {steps}", slower_from=first)
 
 
-def _measured(
-    layer: Any, engine: Engine, facts: eligibility.LayerFacts, query: torch.dtype,
-    cache: torch.dtype,
-) -> Choice:  # fmt: skip
+def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
     if not measured.has_measurements(engine.gpu):
         return Choice()
     backend, most = layer.attn_backend.get_name(), engine.sequences
-    kernel = _name(query), layer.num_heads, engine.rows
-    decline = facts.decline or eligibility.why_no_decode(
-        layer, "portable", query, cache, engine.rows
-    )
-    why = engine.unmeasured or _not_measured(layer, engine, query, decline)
+    kernel = _name(facts.query), layer.num_heads, engine.rows
+    why = engine.unmeasured or _not_measured(layer, engine, facts)
     if why := why or measured.why_not_run(engine.gpu, kernel):
         return Choice(why=f"{backend} (auto: {why})")
     key, spans = (*kernel, backend), measured.spans(engine.gpu, engine.context)
@@ -79,24 +69,25 @@ def _measured(
     source = measured.source(engine.gpu, key)
     if not runs:
         found = "measured slower than it" if key in spans else "not measured against it"
-        shape = f"{measured.heads_and_rows(kernel)} in {_name(query)}"
+        shape = f"{measured.heads_and_rows(kernel)} in {_name(facts.query)}"
         return Choice(why=f"{backend} (auto: {found}{source} with {shape})")
     steps = f"with {measured.words(runs)} sequences"
     steps += "" if runs == ((1, most),) else f", {backend} else"
     return Choice("portable", runs, f"portable {steps} (auto: as measured{source})")
 
 
-def _not_measured(layer: Any, engine: Engine, query: torch.dtype, decline: Decline | None) -> str:
-    """What of a layer the measurements do not cover; empty if they do. `decline`: why the portable
-    decode cannot serve it."""
+def _not_measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> str:
+    """What of a layer the measurements do not cover; empty if they do."""
+    types = facts.query, facts.cache
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)
     if engine.page % measured.PAGE:
         return f"not measured with pages of {engine.page} tokens"
-    if decline:
+    no_plan = eligibility.why_no_decode(layer, "portable", *types, engine.rows)
+    if decline := facts.decline or no_plan:
         return decline.explain()
-    if engine.cache.startswith("fp8") and query.itemsize > 1:
-        return f"not measured with a query in {_name(query)} and a cache in {engine.cache}"
+    if engine.cache.startswith("fp8") and facts.query.itemsize > 1:
+        return f"not measured with a query in {_name(facts.query)} and a cache in {engine.cache}"
     return ""
 
 

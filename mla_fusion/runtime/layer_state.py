@@ -57,17 +57,17 @@ def make(engine: Engine) -> dict[str, LayerState]:
     """The state of every MLA layer, with the plan of its shape where `decode_choice` leaves it to a
     planner. The log names each plan: how many layers share it, and for what it is."""
     states, plans = {}, dict[tuple[Any, ...], StepPlan]()
-    options, rows = engine.options, engine.rows
+    options = engine.options
     for name, layer in engine.layers.items():
         activation = eligibility.activation_of(layer, engine.activation)
-        facts = eligibility.facts(layer, options.provider, activation, options.attention, rows)
-        query = facts.query_dtype(activation)
-        cache = eligibility.cache_dtype(layer, activation)
-        choice, plan = choose(layer, engine, facts, query, cache), None
+        facts = eligibility.facts(
+            layer, options.provider, activation, options.attention, engine.rows
+        )
+        choice, plan = choose(layer, engine, facts), None
         if choice.planner:
             plain = eligibility.no_epilogue(layer, choice.planner, activation)
             facts = replace(facts, plain_output=plain)
-            settings = _settings(layer, engine, choice, query, cache)
+            settings = _settings(layer, engine, choice, facts)
             width = layer.kv_lora_rank + layer.qk_rope_head_dim
             key = *settings.items(), choice.runs, choice.slower_from, width, activation
             if key not in plans:
@@ -83,18 +83,19 @@ def make(engine: Engine) -> dict[str, LayerState]:
 
 
 def _settings(
-    layer: Any, engine: Engine, choice: Choice, query: torch.dtype, cache: torch.dtype
+    layer: Any, engine: Engine, choice: Choice, facts: eligibility.LayerFacts
 ) -> dict[str, Any]:
     """The arguments of `PersistentDecodePlan.allocate` for a layer that a planner decodes."""
     device, width = layer._k_scale.device, layer.kv_lora_rank + layer.qk_rope_head_dim
     settings = {
-        "num_heads": layer.num_heads, "max_query_len": engine.rows, "q_dtype": query,
-        "kv_dtype": cache, "v_head_dim": layer.kv_lora_rank, "device": device,
+        "num_heads": layer.num_heads, "max_query_len": engine.rows, "q_dtype": facts.query,
+        "kv_dtype": facts.cache, "v_head_dim": layer.kv_lora_rank, "device": device,
         "max_batch": choice.runs[-1][1], "planner": choice.planner,
     }  # fmt: skip
     if choice.planner != "aiter":
         executor = attention.get_provider(attention.portable_provider(device))
-        return settings | executor.plan_settings(layer.num_heads, engine.rows, cache, width, device)
+        of = engine.rows, facts.cache, width, device
+        return settings | executor.plan_settings(layer.num_heads, *of)
     settings["max_split_per_batch"] = engine.options.max_split_per_batch
     if "AITER" not in layer.attn_backend.get_name():  # those list the pages
         settings["max_kv_len"] = engine.context
