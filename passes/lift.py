@@ -37,7 +37,7 @@ class MLADecodeQPrepLiftPass:
         args = attention.kwargs
         q, kv_c, name = args["q"], args["kv_c_normed"], args["layer_name"]
         latent, rope = (node.meta["val"].shape[-1] for node in (kv_c, args["k_pe"]))
-        value, dtype = q.meta["val"], self.facts_of(name).query_dtype(q.meta["val"].dtype)
+        value, dtype = q.meta["val"], self.facts_of(name).query
         made = value.new_empty((*value.shape[:2], latent + rope), dtype=dtype)
         with graph.inserting_before(attention):
             prepared = call(graph, ops.get(ops.Q_PREP), (q, name, latent, rope, dtype), made)

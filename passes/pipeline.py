@@ -37,7 +37,7 @@ from mla_fusion.patterns.nodes import dtype_of, tensors
 from mla_fusion.patterns.site import ATTENTION, attention_calls, called, functionalized_op
 from mla_fusion.report import LayerGraph, Node
 from mla_fusion.report.reasons import Decline, Declined
-from mla_fusion.runtime import decode_choice
+from mla_fusion.runtime import layer_state
 
 # What is cut from the name of a type for the report, in this order.
 _CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fnuz", "_e4m3fn": ""}
@@ -108,11 +108,7 @@ class MLAFusionPass(InductorPass):
 
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
         given = layer, self.provider, activation, self.attention, self.query_len
-        # With "auto" it was chosen for this layer when the model was loaded.
-        choice = getattr(layer, decode_choice.ATTRIBUTE, decode_choice.Choice())
-        decode = choice.planner if self.attention == "auto" else self.attention
-        plain = eligibility.no_epilogue(layer, decode, activation)
-        return dataclasses.replace(eligibility.facts(*given), plain_output=plain)
+        return layer_state.of(layer).facts or eligibility.facts(*given)
 
 
 @dataclass(eq=False)

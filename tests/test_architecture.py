@@ -19,6 +19,11 @@ ROWS = [re.findall(r"\w+", line[:24]) for line in MAP.splitlines()]
 KNOW_NO_VLLM = {"gpu", "ops", "kernels", "attention"}
 MAY_IMPORT_VLLM = {"config.vllm_compat", "passes.pipeline"}
 MAY_CHANGE_VLLM = "cli.child"  # in a child process of a command
+# vLLM sets it in its first own step, and a fused engine may have none.
+MAY_BE_SET = "config.vllm_compat", "dcp_world_size"
+MEET_VLLM = {"config", "runtime", "report"}  # rooms whose functions are given vLLM's objects
+READS = {"getattr", "mla_layers"}
+VLLM_OBJECTS = {"vllm_config", "compilation", "pass_config", "layer", "layers", "impl", "metadata"}
 KERNEL_PACKAGES = {"torch", "triton", "numpy", "aiter", "mla_fusion"}
 
 
@@ -120,21 +125,65 @@ def root_name(node):
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def origin(node):
+    """`a` of `a.b`, of a call such as `a.b()`, and of what `READS` reads of `a`; else nothing."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        read = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in READS
+        node = node.args[0] if read else getattr(node, "func", None) or node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def unpacked(target, value):
+    """(target, value) of each single assignment in one: `a, b = c, d`, or `a, b = c`."""
+    if not isinstance(target, ast.Tuple):
+        return [(target, value)]
+    fits = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+    return zip(target.elts, value.elts if fits else [value] * len(target.elts), strict=True)
+
+
+def given_by_vllm(function):
+    """The parameters of a function that are vLLM's objects, by their names or because nothing else
+    is `Any` in these rooms, and the local names of their parts."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    typed = {a.arg: a.annotation and ast.unparse(a.annotation) for a in named}
+    found = {name for name, type_ in typed.items() if type_ == "Any" or name in VLLM_OBJECTS}
+    for node in ast.walk(function):  # breadth first: an object is named before its parts
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.For):
+            value = node.iter if isinstance(node, ast.For) else node.value
+            for target in getattr(node, "targets", None) or [node.target]:
+                for one, of in unpacked(target, value):
+                    if isinstance(one, ast.Name) and origin(of) in found:
+                        found.add(one.id)
+    return found - {"self", "cls"}
+
+
+def changed(nodes):
+    """(root name, attribute, line) of everything that is set or deleted on an object."""
+    for node in nodes:
+        targets = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for each, _ in (pair for target in targets for pair in unpacked(target, target)):
+            if isinstance(each, ast.Attribute | ast.Subscript):
+                yield root_name(each), getattr(each, "attr", ""), node.lineno
+        if isinstance(node, ast.Call) and root_name(node.func) in ("setattr", "delattr"):
+            yield root_name(node.args[0]), "", node.lineno
+
+
 def vllm_changed_elsewhere(name, source):
     if room(name) == "plugin" or name == MAY_CHANGE_VLLM:
         return
-    bound = from_vllm(nodes(source))
-    for node in nodes(source):
-        changed = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            changed = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            changed = [node.target]
-        roots = [root_name(t) for t in changed if isinstance(t, ast.Attribute | ast.Subscript)]
-        if isinstance(node, ast.Call) and root_name(node.func) in ("setattr", "delattr"):
-            roots = [root_name(node.args[0])]
-        for root in bound.intersection(roots):
-            yield f"{name}:{node.lineno} changes {root} of vLLM"
+    seen = [(nodes(source), from_vllm(nodes(source)))]
+    if room(name) in MEET_VLLM:
+        functions = [each for each in nodes(source) if isinstance(each, ast.FunctionDef)]
+        seen += [([*ast.walk(each)], given_by_vllm(each)) for each in functions]
+    for where, bound in seen:
+        for root, attribute, line in changed(where):
+            if root in bound and (name, attribute) != MAY_BE_SET:
+                yield f"{name}:{line} changes {root} of vLLM"
 
 
 def version_asked_elsewhere(name, source):
@@ -204,6 +253,24 @@ RULES = (
 def test_rule(rule):
     found = [each for name, source in SOURCES.items() for each in rule(name, source)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "cache = vllm_config.cache_config\n    cache.block_size, cache.asked = 64, True",
+        "vllm_config.additional_config['a'] = 1",
+        "for layer in vllm_config.layers.values():\n        setattr(layer, 'plan', None)",
+        "for x in vllm_compat.mla_layers(vllm_config.layers).values():\n        x.plan = None",
+        "given = getattr(vllm_config, 'given')\n    del given.page",
+    ],
+)
+@pytest.mark.parametrize("parameter", ["vllm_config", "vllm_config: Any", "vllm_config: object"])
+def test_a_change_of_an_object_that_vllm_gave_is_seen(parameter, body):
+    source = f"def choose_page({parameter}):\n    {body}\n"
+    assert [*vllm_changed_elsewhere("runtime.decode_choice", source)]
+    assert not [*vllm_changed_elsewhere("plugin.decision", source)]
+    assert not [*vllm_changed_elsewhere("runtime.x", "def f(own: Plan):\n    own.page = 64\n")]
 
 
 def test_no_modules_import_each_other():

@@ -203,7 +203,7 @@ def step(layer, metadata, lifted):
         if lifted:
             facts = eligibility.facts(layer, "reference", BF16, "vllm", 1)
             assert facts.decline is None
-            dtype = FP8 if facts.quantized_query else BF16
+            dtype = facts.query
             prepared = runtime.decode_q_prep(q, common[4], LATENT, ROPE, dtype)
             runtime._attention(q, prepared, kv_c, k_pe, output, common[4])
         else:

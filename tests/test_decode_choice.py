@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -7,13 +8,16 @@ import torch
 
 from mla_fusion.attention.aiter import planner
 from mla_fusion.attention.plan.buffers import Settings
-from mla_fusion.config import Options, eligibility, identity, vllm_compat
+from mla_fusion.config import THRESHOLD, Options, eligibility, identity, vllm_compat
+from mla_fusion.plugin import workers
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import decode_choice, measured, step_plan
+from mla_fusion.runtime import decode_choice, layer_state, measured, step_plan
 from mla_fusion.runtime.decode_choice import Choice
+from mla_fusion.runtime.engine import Engine
 from tests.gpus import imitate
 
 H200, AUTO = "NVIDIA H200", Options("triton")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 KEY = "bfloat16", 16, 1, "FLASH_ATTN_MLA"
 
 
@@ -30,9 +34,16 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
     monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90")
-    facts = {"found": eligibility.LayerFacts(None, quantized_query=False)}
+    facts = {"found": eligibility.LayerFacts(None, BF16, BF16)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
+    monkeypatch.setattr(eligibility, "why_no_decode", lambda *_: None)
     return facts
+
+
+def choose(layer, options, config):
+    """The choice for a layer of the engine that a worker makes of vLLM's config."""
+    made = dataclasses.replace(Engine.of(config), options=options)
+    return decode_choice.choose(layer, made, eligibility.facts())
 
 
 def layer(heads=16, backend="FLASH_ATTN_MLA", latent=512):
@@ -51,9 +62,9 @@ def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", op
            latent=512):  # fmt: skip
     sizes = SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=64)
     model = {"dtype": torch.bfloat16, "max_model_len": 131072, "hf_text_config": sizes,
-             "get_num_attention_heads": lambda parallel: 16}  # fmt: skip
+             "architecture": "V3", "get_num_attention_heads": lambda parallel: 16}  # fmt: skip
     configs = {
-        "scheduler": {"max_num_seqs": seqs},
+        "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": 8192},
         "speculative": {"num_speculative_tokens": drafts},
         "parallel": {"decode_context_parallel_size": dcp, "use_ubatching": ubatching},
         "cache": {"block_size": page, "user_specified_block_size": False, "cache_dtype": cache},
@@ -61,6 +72,9 @@ def engine(seqs=256, drafts=0, dcp=1, ubatching=False, page=64, cache="auto", op
         "device": {"device_type": "cpu"},
     }
     made = {f"{name}_config": SimpleNamespace(**fields) for name, fields in configs.items()}
+    made["compilation_config"] = SimpleNamespace(
+        pass_config=None, cudagraph_capture_sizes=[], static_forward_context={}
+    )
     return SimpleNamespace(additional_config={"mla_fusion": options or {}}, **made)
 
 
@@ -69,13 +83,13 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     h200, monkeypatch, triton, sequences
 ):
     monkeypatch.setattr(measured, "triton_version", lambda: triton)
-    choice = decode_choice.choose(layer(heads=64), AUTO, engine())
+    choice = choose(layer(heads=64), AUTO, engine())
     assert choice.runs == ((1, sequences),) * bool(sequences)
     named = "FLASH_ATTN_MLA (auto: the kernel for 64 heads has not run with Triton 3.9)"
     assert sequences or choice.why == named
     assert measured.is_listed(H200, 131072, ("bfloat16", 64, 1)) == bool(sequences)
     assert measured.is_listed(H200, 131072, ("bfloat16", 16, 4)) == bool(sequences)
-    assert decode_choice.choose(layer(), AUTO, engine()).planner
+    assert choose(layer(), AUTO, engine()).planner
 
 
 @pytest.mark.parametrize(
@@ -104,21 +118,23 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     ],
 )
 def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine, runs, why):
-    choice = decode_choice.choose(layer(**of_layer), AUTO, engine(**of_engine))
+    choice = choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
-    h200["found"] = eligibility.LayerFacts(Decline("portable-attention", "a sliding window"), False)
-    choice = decode_choice.choose(layer(), AUTO, engine())
+    h200["found"] = eligibility.LayerFacts(
+        Decline("portable-attention", "a sliding window"), BF16, BF16
+    )
+    choice = choose(layer(), AUTO, engine())
     assert not choice.planner and "a sliding window" in choice.why
 
 
 def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
-    h200["found"] = eligibility.LayerFacts(None, quantized_query=True)
-    assert decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    drafts = decode_choice.choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
+    h200["found"] = eligibility.LayerFacts(None, FP8, FP8)
+    assert choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
+    drafts = choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
     runs = "portable with 1 to 256 sequences (auto: as measured)"
     assert drafts.why == runs
     monkeypatch.setattr(measured, "spans", lambda *_: {("float8_e4m3fn", 64, 1, "FLASHMLA"): ()})
-    slower = decode_choice.choose(layer(64, "FLASHMLA"), AUTO, engine())
+    slower = choose(layer(64, "FLASHMLA"), AUTO, engine())
     slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
     assert (slower.planner, slower.why) == ("", slow)
 
@@ -154,21 +170,21 @@ def test_a_file_that_says_the_opposite_turns_the_choice_around(plant, vllm_logge
     slow, fast = [2.0] * 3, [1.0] * 3
     compiled = identity.graphs_hash()
     path = plant(file_of([[1, 1024, 0, *slow, *fast]]))
-    choice = decode_choice.choose(layer(), AUTO, engine())
+    choice = choose(layer(), AUTO, engine())
     slower = f"FLASH_ATTN_MLA (auto: measured slower than it, {path} with 16 heads in bfloat16)"
     assert (choice.planner, choice.why) == ("", slower)
     assert [r.getMessage() for r in caplog.records] == [f"attention=auto: goes by {path}"]
     assert identity.graphs_hash() != compiled
     assert measured.files(H200) == f"{path}, then shipped measurements"
     assert measured.files("NVIDIA H20") == "nothing: vLLM decodes"
-    assert decode_choice.choose(layer(heads=32), AUTO, engine()).why.endswith("(auto: as measured)")
+    assert choose(layer(heads=32), AUTO, engine()).why.endswith("(auto: as measured)")
     steps = [[1, *slow, *fast], [16, *fast, *slow], [1024, *fast, *slow]]
     plant(file_of([[n, 1024, 0, *times] for n, *times in steps]))
-    choice = decode_choice.choose(layer(), AUTO, engine())
+    choice = choose(layer(), AUTO, engine())
     assert (choice.planner, choice.runs) == ("portable", ((16, 256),))
     wanted = "portable with 16 to 256 sequences, FLASH_ATTN_MLA else"
     assert choice.why == f"{wanted} (auto: as measured, {path})"
-    assert not decode_choice.choose(layer(), AUTO, engine(seqs=8)).planner
+    assert not choose(layer(), AUTO, engine(seqs=8)).planner
 
 
 @pytest.mark.timeout(30)
@@ -190,24 +206,24 @@ def test_the_hash_of_graphs_reads_files_of_a_bounded_size(plant, vllm_loggers, c
 
 def test_a_triton_with_which_calibrate_passed_keeps_the_kernels(plant, monkeypatch):
     monkeypatch.setattr(measured, "triton_version", lambda: (3, 9))
-    assert not decode_choice.choose(layer(heads=64), AUTO, engine()).planner
+    assert not choose(layer(heads=64), AUTO, engine()).planner
     plant(file_of([GOOD], shape=("bfloat16", 64, 1, "FLASH_ATTN_MLA")))
-    assert decode_choice.choose(layer(heads=64), AUTO, engine()).planner == "portable"
-    assert not decode_choice.choose(layer(heads=128), AUTO, engine()).planner
+    assert choose(layer(heads=64), AUTO, engine()).planner == "portable"
+    assert not choose(layer(heads=128), AUTO, engine()).planner
     monkeypatch.setattr(measured, "triton_version", lambda: (3, 10))
     forget()
-    assert not decode_choice.choose(layer(heads=64), AUTO, engine()).planner
+    assert not choose(layer(heads=64), AUTO, engine()).planner
 
 
 def test_a_gpu_that_is_not_shipped_goes_by_its_own_file(plant, monkeypatch):
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "NVIDIA A100-SXM4/80GB")
-    assert decode_choice.choose(layer(backend="TRITON_MLA"), AUTO, engine()).why == ""
+    assert choose(layer(backend="TRITON_MLA"), AUTO, engine()).why == ""
     path = measured.own_file("NVIDIA A100-SXM4/80GB")
     plant(b"").rename(path)
     path.write_text(json.dumps(file_of([GOOD], (*KEY[:3], "TRITON_MLA"), "NVIDIA A100-SXM4/80GB")))
     forget()
-    assert decode_choice.choose(layer(backend="TRITON_MLA"), AUTO, engine()).planner == "portable"
-    fp8 = decode_choice.choose(layer(backend="TRITON_MLA"), AUTO, engine(cache="fp8"))
+    assert choose(layer(backend="TRITON_MLA"), AUTO, engine()).planner == "portable"
+    fp8 = choose(layer(backend="TRITON_MLA"), AUTO, engine(cache="fp8"))
     assert "a query in bfloat16 and a cache in fp8" in fp8.why
 
 
@@ -231,10 +247,10 @@ def test_a_gpu_that_is_not_shipped_goes_by_its_own_file(plant, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_one_warning_with_its_name(plant, vllm_loggers, caplog, content, why):
-    shipped = decode_choice.choose(layer(), AUTO, engine())
+    shipped = choose(layer(), AUTO, engine())
     path = plant(content)
     for _ in range(2):
-        assert decode_choice.choose(layer(), AUTO, engine()) == shipped
+        assert choose(layer(), AUTO, engine()) == shipped
     [said] = [record.getMessage() for record in caplog.records]
     assert str(path) in said and why in said and "run mla-fusion calibrate again" in said
 
@@ -242,7 +258,7 @@ def test_a_damaged_file_is_one_warning_with_its_name(plant, vllm_loggers, caplog
 def test_a_gpu_without_measurements_keeps_vllms_decode_silently(h200, monkeypatch):
     for name in ("NVIDIA H20", ""):
         monkeypatch.setattr(vllm_compat, "gpu_name", lambda name=name: name)
-        assert decode_choice.choose(layer(), AUTO, engine()) == Choice()
+        assert choose(layer(), AUTO, engine()) == Choice()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +266,7 @@ def test_a_gpu_without_measurements_keeps_vllms_decode_silently(h200, monkeypatc
 )
 def test_an_operator_forces_either(h200, attention, choice):
     options = Options("triton", attention)
-    assert decode_choice.choose(layer(24), options, engine(seqs=2000)) == choice
+    assert choose(layer(24), options, engine(seqs=2000)) == choice
 
 
 @pytest.mark.parametrize(
@@ -277,16 +293,15 @@ def test_a_step_takes_aiters_plan_where_its_own_table_has_none_faster(
         ),
     )  # fmt: skip
     monkeypatch.setattr(step_plan.StepPlan, "describe", lambda *_: "")
-    monkeypatch.setattr(vllm_compat, "mla_layers", dict)
     monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: True)
     one, options = layer(heads, backend), Options("aiter", "aiter")
-    step_plan.attach({"a": one}, options, config)
+    workers.attach(dataclasses.replace(Engine.of(config), options=options, layers={"a": one}))
     assert given["max_batch"] == sequences
     assert given.get("max_kv_len") == (131072 if backend == "TRITON_MLA" else None)
-    said = decode_choice.described({"a": one}, options)
+    said = decode_choice.described([layer_state.of(one).choice], options)
     assert said.startswith(f"aiter, ROCM_AITER_MLA for {steps}" if steps else "aiter")
     assert bool(steps) == (said != "aiter")
-    plan = getattr(one, step_plan.ATTRIBUTE)
+    plan = layer_state.of(one).plan
     assert plan.serves(step(31)) and plan.serves(step(min(32, seqs))) == (not steps)
     assert plan.serves(step(64, 2)) == (drafts > 0)
 
@@ -295,41 +310,46 @@ def test_sequences_that_vllm_pads_are_left_to_its_backend(h200):
     """vLLM 0.33, adaptive verification: the last row of a padded sequence is no token of it."""
     config, options = engine(drafts=1), Options("aiter", "aiter")
     config.speculative_config.enable_adaptive_verification = True
-    choice = decode_choice.choose(layer(backend="ROCM_AITER_MLA"), options, config)
+    choice = choose(layer(backend="ROCM_AITER_MLA"), options, config)
     assert not choice.planner and "adaptive verification pads" in choice.why
-    assert decode_choice.choose(layer(backend="TRITON_MLA"), options, config).planner == "aiter"
+    assert choose(layer(backend="TRITON_MLA"), options, config).planner == "aiter"
 
 
-def test_the_report_names_who_decodes_once(h200, monkeypatch):
-    """By the choices that were made, whatever would be chosen now; a layer without one has none."""
-    layers = {"a": layer(), "b": layer(), "c": layer(heads=24)}
-    for one in layers.values():
-        setattr(one, decode_choice.ATTRIBUTE, decode_choice.choose(one, AUTO, engine()))
-    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "")
-    never = {"never chosen": layer(heads=40)}
-    found = decode_choice.described(layers | never, AUTO)
-    assert found.count("portable") == 1 and "24 heads" in found and "40 heads" not in found
-    assert decode_choice.described(never, AUTO) == "auto"
-    assert decode_choice.described(never, Options("triton", "vllm")) == "vllm"
+@pytest.mark.parametrize(
+    ("seqs", "drafts", "bucket", "sequences"),
+    [(100, 0, None, 100), (100, 2, None, 100), (100, 2, 16, 16), (4, 0, 64, 4)],
+)
+def test_a_plan_holds_no_more_sequences_than_a_fused_graph(seqs, drafts, bucket, sequences):
+    """The graph of a full batch is padded to 104 tokens; the operator may name fewer."""
+    config = engine(seqs=seqs, drafts=drafts)
+    config.compilation_config.cudagraph_capture_sizes = [104, 304]
+    config.compilation_config.pass_config = SimpleNamespace(**{THRESHOLD: bucket})
+    assert Engine.of(config).sequences == sequences
+
+
+def test_the_report_names_who_decodes_once(h200):
+    made = [choose(one, AUTO, engine()) for one in (layer(), layer(), layer(heads=24))]
+    found = decode_choice.described(made, AUTO)
+    assert found.count("portable") == 1 and "24 heads" in found
+    assert decode_choice.described([Choice()], AUTO) == "auto"
+    assert decode_choice.described([], Options("triton", "vllm")) == "vllm"
 
 
 @pytest.mark.parametrize(
     ("options", "changes", "page"),
     [
         *(({}, {}, 64), ({}, {"cache": "fp8"}, 64), ({}, {"drafts": 1}, 64)),
-        *(({}, {"drafts": 2}, 16), ({}, {"dcp": 2}, 16), ({}, {"latent": 256}, 16)),
-        ({"attention": "vllm"}, {}, 16),
+        *(({}, {"drafts": 2}, 0), ({}, {"dcp": 2}, 0), ({}, {"latent": 256}, 0)),
+        ({"attention": "vllm"}, {}, 0),
         ({"attention": "portable"}, {"drafts": 1}, 64),
     ],
 )
 def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, changes, page):
     config = engine(page=16, options={"provider": "triton", **options}, **changes)
-    decode_choice.choose_page(config)
-    assert config.cache_config.block_size == page
+    assert decode_choice.page_of(config) == page
     chosen = engine(page=16, options={"provider": "triton", "attention": "portable"})
     chosen.cache_config.user_specified_block_size = True
-    decode_choice.choose_page(chosen)
-    assert chosen.cache_config.block_size == 16
+    assert decode_choice.page_of(chosen) == 0
 
 
 def test_a_larger_step_than_was_measured_is_left_to_the_backend():

@@ -17,7 +17,7 @@ import torch
 from mla_fusion import config, kernels, plugin, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter, reference
-from mla_fusion.runtime import tables
+from mla_fusion.runtime import layer_state, tables
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
@@ -63,11 +63,14 @@ def worker(vllm_config, body):
     from vllm.v1.worker.worker_base import WorkerBase
 
     class Worker(WorkerBase):
+        def load_model(self):
+            vllm_config.compilation_config.static_forward_context = Engine(SPEC).layers
+
         def compile_or_warm_up_model(self):
             return body()
 
     made = Worker(vllm_config, 0, 0, "")
-    vllm_config.compilation_config.static_forward_context = Engine(SPEC).layers
+    made.load_model()
     return made
 
 
@@ -136,12 +139,14 @@ def test_what_is_derived_from_buffers_follows_a_reload(make, method, monkeypatch
         source.data.mul_(-1)
 
     load.__name__ = method
-    made = type("Worker", (WorkerBase,), {method: load})(make(), 0, 0, "")
+    methods = {method: load, "load_model": lambda self: None}
+    made = type("Worker", (WorkerBase,), methods)(make(), 0, 0, "")
     made.vllm_config.compilation_config.static_forward_context = layers = Engine(SPEC).layers
+    made.load_model()
     for layer in layers.values():
-        setattr(layer, tables.ATTRIBUTE, {})
-        table = tables.in_type(layer, source, "native", torch.bfloat16)
-    given = SimpleNamespace(cos_sin_cache=table, q=q, k_pe=q, derived=tables.kept(layer))
+        kept = layer_state.of(layer).tables
+        table = tables.in_type(kept, source, "native", torch.bfloat16)
+    given = SimpleNamespace(cos_sin_cache=table, q=q, k_pe=q, derived=kept)
     _, *halves = aiter.halves(given)
     getattr(made, method)()
     assert torch.equal(table, source.bfloat16())

@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import ops, runtime
 from mla_fusion.config import vllm_compat
+from mla_fusion.runtime.layer_state import LayerState
 
 
 @pytest.mark.parametrize("decode_tokens", [3, 1], ids=["decode-only", "mixed"])
@@ -22,6 +23,7 @@ def test_hook_runs_around_the_attention(monkeypatch, decode_tokens):
     layer = SimpleNamespace(
         impl=SimpleNamespace(forward_mqa=events.decode, dcp_world_size=1), kv_cache_dtype="auto",
         forward_impl=events.vllm, _v_up_proj=lambda attended, out: out.fill_(1),
+        mla_fusion_state=LayerState(),
     )  # fmt: skip
     metadata = SimpleNamespace(num_actual_tokens=3, num_decode_tokens=decode_tokens)
 

@@ -26,7 +26,7 @@ from tests.cli import test_doctor
 from tests.cli.test_check import V3, asked
 from tests.gpus import imitate
 from tests.models import write
-from tests.test_decode_choice import AUTO, engine, file_of, forget, layer
+from tests.test_decode_choice import AUTO, choose, engine, file_of, forget, layer
 
 NAME, KERNEL = "NVIDIA Made Up", "made_up.decode"
 CARD = Card(
@@ -104,14 +104,13 @@ def test_doctor_names_it(auto, monkeypatch, capsys):
 
 
 def test_auto_goes_by_its_file_and_page(auto, monkeypatch):
-    choice = decode_choice.choose(layer(backend="CUTLASS_MLA"), AUTO, engine())
+    choice = choose(layer(backend="CUTLASS_MLA"), AUTO, engine())
     assert (choice.planner, choice.runs) == ("portable", ((1, 64),))
-    assert not decode_choice.choose(layer(64, "CUTLASS_MLA"), AUTO, engine()).planner
+    assert not choose(layer(64, "CUTLASS_MLA"), AUTO, engine()).planner
     config = engine(page=16, options={"provider": "triton"})
-    decode_choice.choose_page(config)
-    assert config.cache_config.block_size == CARD.page
+    assert decode_choice.page_of(config) == CARD.page
     monkeypatch.setattr(measured, "triton_version", lambda: (3, 9))
-    left = decode_choice.choose(layer(backend="CUTLASS_MLA"), AUTO, engine())
+    left = choose(layer(backend="CUTLASS_MLA"), AUTO, engine())
     assert not left.planner and "has not run with Triton 3.9" in left.why
-    forced = decode_choice.choose(layer(), Options("triton", "portable"), engine())
+    forced = choose(layer(), Options("triton", "portable"), engine())
     assert forced.planner == "portable"

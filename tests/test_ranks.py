@@ -8,13 +8,14 @@ others the second rank's answer is made up. Whole engines with two ranks are in
 import contextlib
 import multiprocessing
 import os
-from types import SimpleNamespace
 
 import pytest
+import torch
 
-from mla_fusion import config, report
-from mla_fusion.config import vllm_compat
+from mla_fusion import report
+from mla_fusion.config import Options, vllm_compat
 from mla_fusion.runtime import collectives
+from mla_fusion.runtime.engine import Engine
 
 
 def work(rank, port, results):
@@ -47,11 +48,7 @@ def fail_and_die_on_the_second(rank):
     return [alone, *errors]
 
 
-ENGINE = SimpleNamespace(
-    compilation_config=SimpleNamespace(static_forward_context={}),
-    model_config=SimpleNamespace(architecture="V3"),
-    additional_config={},
-)
+ENGINE = Engine(Options("triton"), 4, 1, 4, torch.bfloat16, {}, model="V3")
 
 
 def collect_where_the_first_fails():
@@ -62,10 +59,9 @@ def collect_where_the_first_fails():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "report_path", lambda _: None)
-        patch.setattr(config, "decode_bucket", lambda _: 4)
         patch.setattr(report, "find", find)
         with pytest.raises((RecursionError, RuntimeError)) as raised:
-            collectives.collect(ENGINE)
+            collectives.collect(ENGINE, None)
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -115,7 +111,6 @@ def test_the_first_rank_stores_what_all_compiled(
     made = {"own": compiled(2), "other": compiled(1), "stored": compiled(0), None: None}
     path, kept, asked = tmp_path / "report.json", [], []
     monkeypatch.setattr(collectives, "report_path", lambda _: path)
-    monkeypatch.setattr(config, "decode_bucket", lambda _: 4)
     monkeypatch.setattr(report, "take", lambda *_, **__: made[own])
     monkeypatch.setattr(report, "find", lambda at: asked.append(at) or made[stored])
     monkeypatch.setattr(report, "store", lambda at, merged: kept.append((at, merged)))
@@ -133,7 +128,7 @@ def test_the_first_rank_stores_what_all_compiled(
     gather.called = False
     monkeypatch.setattr(vllm_compat, "gather", gather)
     monkeypatch.setattr(collectives, "on_every_rank", contextlib.nullcontext)
-    merged, cached = collectives.collect(ENGINE)
+    merged, cached = collectives.collect(ENGINE, None)
     assert asked == ([path] if first and None in (own, others) else [])
     if found is None:
         assert merged is made[stored] and cached is (stored is not None) and not kept

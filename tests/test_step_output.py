@@ -15,12 +15,13 @@ from mla_fusion.attention.plan.epilogue import in_groups
 from mla_fusion.ops import Quantization
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.pipeline import MLAFusionPass
-from mla_fusion.runtime import decode_choice, step_plan
+from mla_fusion.runtime import layer_state
 from mla_fusion.runtime.output import QuantizedOutput
 from tests import test_step_plan
 from tests.aiter_double.uses import causal_attention
 from tests.passes import fake_engine, linears
 from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, Spec, build
+from tests.prepared import attach
 
 WIDTH = HEADS * linears.GROUP
 SPEC = Spec(dtype=torch.bfloat16, quantized="group")
@@ -95,7 +96,7 @@ def test_a_decode_quantizes_in_its_epilogue(engine, spelling, rows, monkeypatch)
     with engine.step(metadata):
         found, workspace = attend(rows, spelling)
     assert [each["epilogue"].quantization for each in decodes] == [found.spelling.kind]
-    latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
+    latents = layer_state.of(layer).plan.out[:4]
     assert latents.any()
     product = torch.bmm(latents.transpose(0, 1), layer.W_UV).transpose(0, 1).reshape(4, WIDTH)
     monkeypatch.undo()
@@ -105,9 +106,14 @@ def test_a_decode_quantizes_in_its_epilogue(engine, spelling, rows, monkeypatch)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_layer_without_an_epilogue_is_quantized_as_by_vllm(engine, spelling):
-    """W_UV was packed after the passes had seen it."""
-    engine.layers["a"].is_aiter_triton_fp8_bmm_enabled = True
+def test_a_layer_without_an_epilogue_is_quantized_as_by_vllm(monkeypatch, spelling):
+    """W_UV is packed, and the graph quantizes all the same."""
+
+    def v_up_proj(x, out):
+        out.copy_(x.flatten(1).repeat(1, WIDTH // (HEADS * LATENT)))
+
+    monkeypatch.setattr(test_step_plan, "SPEC", SPEC)
+    engine = test_step_plan.Engine(change={"W_UV": None, "_v_up_proj": v_up_proj})
     metadata = engine.metadata([1, 1, 1], [5, 8, 3])
     with engine.step(metadata):
         found, workspace = attend(3, spelling)
@@ -172,16 +178,16 @@ def test_a_warm_up_runs_each_kind_of_output(engine, monkeypatch):
     runtime.warm_up_attention(layers, {"group", "group_ue8m0"})
     assert kinds() == ["none", "none"]
     layer.W_UV, layer._v_up_proj = layer.W_UV.float(), lambda x, out: None
+    attach(layers, test_step_plan.PORTABLE, SPEC.dtype, drafts=1)
     runtime.warm_up_attention(layers, {"tensor"})
     assert kinds() == ["own", "own"]
 
 
 def test_with_auto_the_pass_asks_who_decodes_the_layer(engine):
     """The choice was made when the model was loaded; the graph knows it from the layer."""
-    layer = engine.layers["a"]
-    planned = MLAFusionPass("reference", 4)
+    layer, planned = engine.layers["a"], MLAFusionPass("reference", 4)
     assert planned._facts(layer, SPEC.dtype).plain_output == ""
-    delattr(layer, decode_choice.ATTRIBUTE)
+    setattr(layer, layer_state.ATTRIBUTE, layer_state.LayerState())
     assert planned._facts(layer, SPEC.dtype).plain_output == "vLLM's backend decodes"
 
 
@@ -205,8 +211,7 @@ class PlannedEngine(fake_engine.Engine):
         super().__post_init__()
         for layer in self.layers.values():
             layer.impl = Causal(False)
-        config = test_step_plan.config_of(self.spec, 8)
-        step_plan.attach(self.layers, test_step_plan.PORTABLE, config)
+        attach(self.layers, test_step_plan.PORTABLE, self.spec.dtype, sequences=8)
 
     def context(self, batch):
         made = super().context(batch)

@@ -13,11 +13,12 @@ from mla_fusion import attention, runtime
 from mla_fusion.attention import reference
 from mla_fusion.config import Options, eligibility
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import step_plan
+from mla_fusion.runtime import decode_choice, layer_state, step_plan
 from mla_fusion.runtime.decode_choice import Choice
 from tests.aiter_double.uses import causal_attention
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
+from tests.prepared import attach
 
 SPEC = Spec()
 PAGE = fake_engine.BLOCK_SIZE
@@ -33,19 +34,14 @@ class Impl(fake_engine.Impl):
         raise AssertionError("the backend's decode was called")
 
 
-def config_of(spec, sequences, drafts=0):
-    """vLLM's, as far as a plan reads it."""
-    return SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
-        scheduler_config=SimpleNamespace(max_num_seqs=sequences),
-        model_config=SimpleNamespace(dtype=spec.dtype),
-    )
+def states(engine):
+    return [layer_state.of(layer) for layer in engine.layers.values()]
 
 
 class Engine:
     """Two layers with full caches, and the metadata of a decode-only batch."""
 
-    def __init__(self, drafts=0):
+    def __init__(self, drafts=0, change=()):
         self.layers = {name: fake_engine.Layer(name, SPEC) for name in ("a", "b")}
         generator = torch.Generator().manual_seed(0)
         for layer in self.layers.values():
@@ -53,8 +49,9 @@ class Engine:
             layer.kv_cache = torch.randn(
                 (fake_engine.BLOCKS, PAGE, LATENT + ROPE), generator=generator
             ).to(SPEC.dtype)
-        self.vllm_config = config_of(SPEC, 4, drafts)
-        step_plan.attach(self.layers, PORTABLE, self.vllm_config)
+        for name, value in dict(change).items():
+            setattr(self.layers["a"], name, value)
+        attach(self.layers, PORTABLE, SPEC.dtype, drafts=drafts)
 
     def metadata(self, query_lens, seq_lens):
         tokens = sum(query_lens)
@@ -141,7 +138,7 @@ def refreshes(monkeypatch):
 
 def test_all_layers_of_a_pass_share_one_refresh(refreshes, monkeypatch):
     engine, decodes = Engine(drafts=2), watch_decodes(monkeypatch)
-    assert len({getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()}) == 1
+    assert len({state.plan for state in states(engine)}) == 1
     for lengths in (([3, 1, 2], [8, 5, 7]), ([1, 3, 1], [1, 6, 2])):
         check(engine, engine.metadata(*lengths), *engine.layers)
     assert refreshes == [6, 5]
@@ -180,13 +177,13 @@ def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
     layer = engine.layers["a"]
     decodes = watch_decodes(monkeypatch)
     monkeypatch.setattr(layer, "_v_up_proj", Mock(side_effect=AssertionError("called")))
-    assert step_plan.epilogues(engine.layers) == "W_UV"
+    assert layer_state.epilogues(states(engine)) == "W_UV"
     metadata = engine.metadata([2, 0, 0], [4, 0, 0])
     metadata.num_actual_tokens = metadata.num_decode_tokens = 4
     with engine.step(metadata):
         out = attend("a", query(4))
     assert decodes[0]["epilogue"].w_uv is layer.W_UV and decodes[0]["epilogue"].scale is None
-    latents = getattr(layer, step_plan.ATTRIBUTE).out[:4]
+    latents = layer_state.of(layer).plan.out[:4]
     assert latents[:2].any() and not latents[2:].any()
     want = torch.einsum("thl,hlv->thv", latents.double(), layer.W_UV.double()).flatten(1)
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-6)
@@ -201,19 +198,16 @@ def test_the_decode_multiplies_with_w_uv_itself(monkeypatch):
     [
         ({}, "W_UV is torch.float32, the activations are torch.float32"),
         ({"W_UV": None}, "neither W_UV nor W_UV.weight is a plain tensor"),
-        ({"is_aiter_triton_fp8_bmm_enabled": True}, "neither W_UV nor W_UV.weight is a plain"),
         ({"W_UV": torch.zeros(2, 16, 6).bfloat16()}, "W_UV is torch.bfloat16, the activations"),
     ],
 )
 def test_layers_whose_product_is_their_own(change, why):
     """They are decoded as before, and the report says why."""
-    engine = Engine()
+    engine = Engine(change=change)
     layer = engine.layers["a"]
-    for name, value in change.items():
-        setattr(layer, name, value)
-    assert why in getattr(layer, step_plan.ATTRIBUTE).epilogue(layer)
-    assert step_plan.epilogues({"a": layer}).startswith(f"none: {why}")
-    assert step_plan.epilogues({}) == ""
+    assert why in layer_state.of(layer).facts.plain_output
+    assert layer_state.epilogues(states(engine)).startswith(f"none: {why}")
+    assert layer_state.epilogues([]) == ""
     called = Mock()
     layer._v_up_proj = called
     metadata = engine.metadata([1, 1, 1], [3, 8, 1])
@@ -268,7 +262,7 @@ def test_a_warm_up_runs_what_the_provider_asks_for(refreshes, monkeypatch, batch
 
 def test_a_warm_up_leaves_out_what_has_no_plan_or_no_cache(refreshes):
     engine = Engine()
-    delattr(engine.layers["a"], step_plan.ATTRIBUTE)
+    setattr(engine.layers["a"], layer_state.ATTRIBUTE, layer_state.LayerState())
     runtime.warm_up_attention(engine.layers)
     assert refreshes == [1]
     engine.layers["b"].kv_cache = torch.empty(0)
@@ -287,6 +281,13 @@ def test_a_warm_up_that_fails_says_what_to_do(monkeypatch):
     ]
 
 
+def test_a_draft_of_another_type_has_a_plan_of_its_own():
+    engine = Engine(change={"W_UK_T": torch.zeros(HEADS, 8, LATENT).bfloat16()})
+    plans = [state.plan for state in states(engine)]
+    assert [each.plan.settings.q_dtype for each in plans] == [torch.bfloat16, SPEC.dtype]
+    assert [each.out.dtype for each in plans] == [torch.bfloat16, SPEC.dtype]
+
+
 class AiterMLAImpl(Impl):
     pass
 
@@ -301,16 +302,12 @@ class AiterMLAImpl(Impl):
     ],
 )  # fmt: skip
 def test_layers_that_are_declined(change, detail):
-    engine = Engine()
-    layer = engine.layers["a"]
-    for name, value in change.items():
-        setattr(layer, name, value)
+    layer = Engine(change=change).layers["a"]
     facts = eligibility.facts(layer, "reference", SPEC.dtype, "portable")
     assert facts.decline == Decline("portable-attention", detail)
     assert not eligibility.facts(layer, "reference", SPEC.dtype).decline
-    delattr(layer, step_plan.ATTRIBUTE)
-    step_plan.attach(engine.layers, PORTABLE, engine.vllm_config)
-    assert not hasattr(layer, step_plan.ATTRIBUTE)
+    state = layer_state.of(layer)
+    assert state.plan is None and state.facts == facts
 
 
 @pytest.mark.parametrize("runs", [((1, 2),), ((1, 1), (4, 4))])
@@ -319,14 +316,14 @@ def test_layers_whose_decode_was_measured_in_other_steps_share_no_plan(monkeypat
     engine, options = Engine(), Options("reference")
     choices = {"a": Choice("portable", runs, "small"), "b": Choice("portable", ((1, 1), (3, 4)))}
     choose = Mock(side_effect=lambda layer, *_: choices[layer.layer_name])
-    monkeypatch.setattr(step_plan.decode_choice, "choose", choose)
-    step_plan.attach(engine.layers, options, engine.vllm_config)
-    plans = [getattr(layer, step_plan.ATTRIBUTE) for layer in engine.layers.values()]
+    monkeypatch.setattr(layer_state, "choose", choose)
+    attach(engine.layers, options, SPEC.dtype)
+    plans = [state.plan for state in states(engine)]
     assert [each.plan.settings.max_batch for each in plans] == [runs[-1][1], 4]
     step = engine.metadata([1, 1, 1], [5, 8, 3])
     assert [each.serves(step) for each in plans] == [False, True]
     # The report has the choices that were made.
-    assert step_plan.decode_choice.described(engine.layers, options) == "small"
+    assert decode_choice.described([s.choice for s in states(engine)], options) == "small"
     assert choose.call_count == 2
 
 
@@ -340,10 +337,8 @@ def test_a_plan_with_the_entries_of_pages_is_not_that_of_a_backend_that_lists_th
         made.append(max_kv_len)
         return allocate(ctas=4, **arguments)
 
-    choice = step_plan.decode_choice.Choice("aiter", ((1, 4),))
-    monkeypatch.setattr(step_plan.decode_choice, "choose", lambda *_: choice)
+    choice = Choice("aiter", ((1, 4),))
+    monkeypatch.setattr(layer_state, "choose", lambda *_: choice)
     monkeypatch.setattr(step_plan.attention.PersistentDecodePlan, "allocate", portable)
-    config = config_of(SPEC, 4)
-    config.model_config.max_model_len = 64
-    step_plan.attach(layers, PORTABLE, config)
+    attach(layers, PORTABLE, SPEC.dtype, context=64)
     assert made == [None, 64]

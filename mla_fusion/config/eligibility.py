@@ -109,17 +109,15 @@ def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
 class LayerFacts:
     """The facts of one layer that the passes need, free of references to the model.
 
-    `decline` says why the fused op cannot serve it; `quantized_query`: the backend takes an fp8
-    query over an fp8 cache; `plain_output` says why its attention op cannot quantize its output.
+    `decline` says why the fused op cannot serve it; `query` and `cache` are the types of the
+    prepared query and of the cache; `plain_output` says why its attention op cannot quantize its
+    output.
     """
 
     decline: Decline | None
-    quantized_query: bool
+    query: torch.dtype
+    cache: torch.dtype
     plain_output: str = ""
-
-    def query_dtype(self, activation: torch.dtype) -> torch.dtype:
-        """The type of the prepared query."""
-        return vllm_compat.fp8_dtype() if self.quantized_query else activation
 
 
 def facts(
@@ -131,14 +129,19 @@ def facts(
     sequence in a decode step; the other two as in `config.Options`.
     """
     fp8 = layer.kv_cache_dtype.startswith("fp8")
-    quantized = fp8 and bool(layer.impl.supports_quant_query_input)
-    decline = _decline(layer, provider, activation)
+    quantized = fp8 and layer.impl.supports_quant_query_input
+    query = vllm_compat.fp8_dtype() if quantized else activation
+    cache = cache_dtype(layer, activation)
+    decline = _decline(layer, provider, activation, cache)
     if decline is None and attention in PLANNED:
-        types = vllm_compat.fp8_dtype() if quantized else activation, cache_dtype(layer, activation)
-        code = "aiter-attention" if attention == "aiter" else "portable-attention"
-        why = _no_plan(layer, attention, *types, query_len)
-        decline = Decline(code, why) if why else None
-    return LayerFacts(decline, quantized, no_epilogue(layer, attention, activation))
+        decline = why_no_decode(layer, attention, query, cache, query_len)
+    return LayerFacts(decline, query, cache, no_epilogue(layer, attention, activation))
+
+
+def activation_of(layer: Any, model: torch.dtype) -> torch.dtype:
+    """The type of a layer's activations: that of W_UK, or where it is packed, of the `model`."""
+    weight = vllm_compat.absorb_weight(layer)
+    return model if weight is None else weight.dtype
 
 
 def no_epilogue(layer: Any, attention: str, activation: torch.dtype) -> str:
@@ -161,7 +164,9 @@ def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
     return _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
 
 
-def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | None:
+def _decline(
+    layer: Any, provider: str, activation: torch.dtype, cache: torch.dtype
+) -> Decline | None:
     if vllm_compat.is_batch_invariant():  # where the passes run without the plugin
         return Decline("batch-invariant")
     impl = layer.impl
@@ -186,7 +191,7 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
         return Decline("packed-weights", why)
     if not packed and vllm_compat.absorb_weight(layer) is None:
         return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
-    if cache_dtype(layer, activation) not in (activation, vllm_compat.fp8_dtype()):
+    if cache not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
     fp8 = provider == "triton" and layer.kv_cache_dtype.startswith("fp8")
     if fp8 and (why := gpu.of(layer._k_scale.device).no_fp8()):
@@ -195,6 +200,14 @@ def _decline(layer: Any, provider: str, activation: torch.dtype) -> Decline | No
     if why := kernels.unsupported(provider, *widths):
         return Decline("shape", f"provider {provider}: {why}")
     return None
+
+
+def why_no_decode(
+    layer: Any, planner: str, query: torch.dtype, cache: torch.dtype, query_len: int
+) -> Decline | None:
+    """Why the persistent decode "portable" or "aiter" cannot serve a layer with such types."""
+    why = _no_plan(layer, planner, query, cache, query_len)
+    return Decline(f"{planner}-attention", why) if why else None
 
 
 def _no_plan(

@@ -135,7 +135,11 @@ def apply(vllm_config: Any) -> None:
                 "parallelism it leaves the tokens of other ranks unrotated"
             )
         pass_config.fuse_rope_kvcache_cat_mla = False
-    decode_choice.choose_page(vllm_config)
+    if page := decode_choice.page_of(vllm_config):
+        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
+        cache = vllm_config.cache_config
+        cache.block_size, cache.user_specified_block_size = page, True
+        logger.debug("the portable decode may run: block_size is %d", page)
     asked, bucket = getattr(pass_config, config.THRESHOLD), config.decode_bucket(vllm_config)
     if asked not in (None, bucket):
         logger.warning(

@@ -9,6 +9,7 @@ from mla_fusion import config
 from mla_fusion.config import models, vllm_compat
 from mla_fusion.plugin.wrap import replace, wrap
 
+ENGINE = "_mla_fusion_engine"  # on a worker whose flag is on, once its model is loaded
 STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
 _GROUP = "_mla_fusion_group"  # on a metadata builder: its first layer, and the name of that
 
@@ -73,11 +74,24 @@ def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwar
 
         sparse_step.attach(layers, self.vllm_config)
     if config.is_on(self.vllm_config):
-        from mla_fusion.runtime import step_plan
+        from mla_fusion.runtime.engine import Engine
 
-        options = config.read_options(self.vllm_config.additional_config)
-        step_plan.attach(layers, options, self.vllm_config)
+        engine = Engine.of(self.vllm_config)
+        setattr(self, ENGINE, engine)
+        attach(engine)
     return result
+
+
+def attach(engine: Any) -> None:
+    """Why: an op and a pass find a layer by its name, and need what was decided for it.
+
+    How: an attribute of each MLA layer holds its `LayerState`. Until: vLLM keeps the state of a
+    plugin.
+    """
+    from mla_fusion.runtime import layer_state
+
+    for name, state in layer_state.make(engine).items():
+        setattr(engine.layers[name], layer_state.ATTRIBUTE, state)
 
 
 def take_deepseek_v4(vllm_config: Any) -> None:
@@ -112,19 +126,19 @@ def take_deepseek_v4(vllm_config: Any) -> None:
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile the kernels before `compile_or_warm_up_model` of a worker captures graphs, because
     nothing may compile during capture; then publish the report and count steps."""
-    if not config.is_on(self.vllm_config):
+    engine: Any = getattr(self, ENGINE, None)
+    if engine is None:
         return original(self, *args, **kwargs)
     from mla_fusion import report
     from mla_fusion.runtime import collectives, metrics
 
-    made, cached = collectives.prepare(self.vllm_config)
+    made, cached = collectives.prepare(engine, self.vllm_config)
     result = original(self, *args, **kwargs)
     if vllm_compat.is_first_rank():
-        report.publish(made, self.vllm_config.model_config.architecture, cached)
+        report.publish(made, engine.model, cached)
     compilation, rank = self.vllm_config.compilation_config, self.vllm_config.parallel_config.rank
     steps = metrics.StepCounter(rank, made, compilation.cudagraph_capture_sizes or [])
-    layers = vllm_compat.mla_layers(compilation.static_forward_context)
-    for counted in (self, *layers.values()):
+    for counted in (self, *engine.layers.values()):
         setattr(counted, STEPS, steps)
     return result
 
@@ -133,11 +147,12 @@ def refresh_tables(load: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     """`load`, after which weights or buffers may be others, and then what was derived from them."""
     result = load(self, *args, **kwargs)
     tags = kwargs.get("tags", args[0] if args else None) if load.__name__ == "wake_up" else None
+    engine: Any = getattr(self, ENGINE, None)
     # Weights that still sleep have no memory.
-    if config.is_on(self.vllm_config) and (tags is None or "weights" in tags):
+    if engine is not None and (tags is None or "weights" in tags):
         from mla_fusion.runtime import tables
 
-        tables.refresh(self.vllm_config)
+        tables.refresh(engine.tables)
     return result
 
 

@@ -22,7 +22,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import arithmetic
 from mla_fusion.kernels.inputs import Inputs, padded_batch
 from mla_fusion.ops import Quantization, Rope, Variant
-from mla_fusion.runtime import step_plan, tables
+from mla_fusion.runtime import layer_state, tables
 from mla_fusion.runtime.output import QuantizedOutput
 from mla_fusion.runtime.step_plan import StepPlan
 
@@ -65,8 +65,9 @@ def fused_decode_prep(
         )
     if rows < prepared_q.shape[0]:
         prepared_q[rows:].zero_()
+    derived = layer_state.of(layer).tables
     if cos_sin_cache is not None:
-        cos_sin_cache = tables.in_type(layer, cos_sin_cache, rope, q.dtype)
+        cos_sin_cache = tables.in_type(derived, cos_sin_cache, rope, q.dtype)
     try:
         inputs = Inputs(
             q[:rows], _absorb_weight(layer), kv_c[:rows], k_pe[:rows].squeeze(1),
@@ -74,7 +75,7 @@ def fused_decode_prep(
             slot_mapping if positions is None else positions[:rows], cos_sin_cache, k_scale,
             layer._q_scale, is_neox, prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
-            vllm_compat.context_parallel_ranks(layer) > 1, tables.kept(layer),
+            vllm_compat.context_parallel_ranks(layer) > 1, derived,
         )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
@@ -117,7 +118,7 @@ def rope_and_cache_update(
     elif rope in (Rope.NATIVE, Rope.NATIVE_FP32):
         assert positions is not None and cos_sin_cache is not None
         layer = vllm_compat.attention_context(layer_name)[1]
-        table = tables.in_type(layer, cos_sin_cache, rope, q.dtype)
+        table = tables.in_type(layer_state.of(layer).tables, cos_sin_cache, rope, q.dtype)
         q_pe.copy_(arithmetic.rotate(q_pe, positions, table, is_neox))
         k_pe.copy_(arithmetic.rotate(k_pe, positions, table, is_neox))
     elif rope != Rope.NONE:
@@ -176,9 +177,10 @@ def _attention(
         return
     rows = metadata.num_actual_tokens
     query = prepared_q[:rows]
-    plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
-    if plan is not None and plan.serves(metadata):
-        plan.decode(query, _cache_view(layer, kv_cache), metadata, layer, output, quantized)
+    state = layer_state.of(layer)
+    if state.plan is not None and state.plan.serves(metadata):
+        cache, weight = _cache_view(layer, kv_cache), state.value_weight(layer)
+        state.plan.decode(query, cache, metadata, layer, weight, output, quantized)
         return
     shared = vllm_compat.context_parallel_ranks(layer) > 1
     if shared:
@@ -207,14 +209,15 @@ def warm_up(
     layers: Mapping[str, Any], variants: Iterable[Variant], provider: str, max_tokens: int
 ) -> None:
     """Let the provider compile what batches of up to `max_tokens` tokens need, if it compiles: for
-    each variant with one layer of each shape, and negative slots, so that no cache changes."""
+    each variant with one of the MLA `layers` of each shape, and negative slots, so that no cache
+    changes."""
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
         return
     for variant in variants:
         own = variant.kv_cache_dtype, variant.rope_dim
         alike: dict[Any, Any] = {}  # one layer of each shape
-        for layer in vllm_compat.mla_layers(layers).values():
+        for layer in layers.values():
             if own == (layer.kv_cache_dtype, layer.qk_rope_head_dim) and layer.kv_cache.numel():
                 weight = _absorb_weight(layer)
                 alike.setdefault((type(weight), tuple(weight.shape)), (layer, weight))
@@ -245,18 +248,19 @@ def _show(progress: str) -> None:
 
 
 def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = ()) -> None:
-    """Run every plan of the model `layers` once, and once for each kind of W_UV and for each of
+    """Run every plan of the MLA `layers` once, and once for each kind of W_UV and for each of
     `quantizations` behind it, so that its kernels are compiled or loaded."""
-    planned = {}
+    planned: dict[tuple[StepPlan, Any], tuple[Any, torch.Tensor | None]] = {}
     for layer in layers.values():
-        plan: StepPlan | None = getattr(layer, step_plan.ATTRIBUTE, None)
-        if plan is not None and layer.kv_cache.numel():
+        state = layer_state.of(layer)
+        if state.plan is not None and layer.kv_cache.numel():
             # Besides the plan, kernels depend on the width and strides of W_UV, if they read it.
-            weight = plan.weight(layer)
-            planned[plan, weight is not None and (weight.shape[2], *weight.stride())] = layer
-    for (plan, _), layer in planned.items():
+            weight = state.value_weight(layer)
+            key = weight is not None and (weight.shape[2], *weight.stride())
+            planned[state.plan, key] = layer, weight
+    for (plan, _), (layer, weight) in planned.items():
         try:
-            plan.warm_up(_cache_view(layer, layer.kv_cache), layer, quantizations)
+            plan.warm_up(_cache_view(layer, layer.kv_cache), layer, weight, quantizations)
         except Exception as error:
             error.add_note(
                 f"mla_fusion: the persistent decode of {plan.executor} failed to prepare its "

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mla_fusion import config, report, runtime
+from mla_fusion import report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
-from mla_fusion.runtime import decode_choice, step_plan
+from mla_fusion.runtime import decode_choice, layer_state
+from mla_fusion.runtime.engine import Engine
 
 
-def prepare(vllm_config: Any) -> tuple[report.Report | None, bool]:
+def prepare(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, bool]:
     """Compile the kernels of this engine on every rank, and return what `collect` does."""
-    made, cached = collect(vllm_config)
+    made, cached = collect(engine, vllm_config)
     with on_every_rank():
-        layers = vllm_config.compilation_config.static_forward_context
-        runtime.warm_up_attention(layers, made.quantizations() if made else ())
+        runtime.warm_up_attention(engine.layers, made.quantizations() if made else ())
         if made is not None:
             for compiled in made.ranges:
-                runtime.warm_up(layers, compiled.variants, made.provider, made.bucket)
+                runtime.warm_up(engine.layers, compiled.variants, made.provider, made.bucket)
     return made, cached
 
 
@@ -46,20 +46,19 @@ def on_every_rank() -> Iterator[None]:
         raise RuntimeError(f"mla_fusion could not prepare its kernels on {'; '.join(errors)}")
 
 
-def collect(vllm_config: Any) -> tuple[report.Report | None, bool]:
+def collect(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, bool]:
     """(report, whether an earlier start made it) for all ranks of this engine: the first rank
     stores it, or finds it if some rank compiled nothing."""
     first, found = vllm_compat.is_first_rank(), None
     with on_every_rank():
         path = report_path(vllm_config)
-        layers = vllm_config.compilation_config.static_forward_context
-        options = config.read_options(vllm_config.additional_config)
+        states = [*map(layer_state.of, engine.layers.values())]
+        choices = (state.choice for state in states)
         made = report.take(
-            options.provider, config.decode_bucket(vllm_config),
-            len(vllm_compat.mla_layers(layers)), model=vllm_config.model_config.architecture,
-            versions=vllm_compat.versions(), others=vllm_compat.other_layers(layers),
-            attention=decode_choice.described(layers, options),
-            epilogue=step_plan.epilogues(layers),
+            engine.options.provider, engine.bucket, len(engine.layers), model=engine.model,
+            versions=vllm_compat.versions(), others=engine.other_layers,
+            attention=decode_choice.described(choices, engine.options),
+            epilogue=layer_state.epilogues(states),
         )  # fmt: skip
     everyones = vllm_compat.gather(made)
     with on_every_rank():

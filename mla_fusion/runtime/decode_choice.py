@@ -1,18 +1,17 @@
 """Who decodes a layer: what the option `attention` comes to in an engine."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from mla_fusion import config, gpu, logger
+from mla_fusion import config, gpu
 from mla_fusion.attention import cards
 from mla_fusion.attention.aiter import selection
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.runtime import measured
-
-ATTRIBUTE = "mla_fusion_decode_choice"  # of a layer: the choice that was made for it
+from mla_fusion.runtime.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,28 +31,23 @@ class Choice:
     slower_from: int = 0
 
 
-def choose(layer: Any, options: config.Options, vllm_config: Any) -> Choice:
-    """The choice for an MLA layer whose weights are loaded."""
-    most = int(vllm_config.scheduler_config.max_num_seqs)
-    asked, rows = options.attention, config.query_rows(vllm_config)
+def choose(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
+    """The choice for an MLA layer with these facts."""
+    asked = engine.options.attention
     if asked == "auto":
-        return _measured(layer, options, vllm_config, most)
-    activation = vllm_config.model_config.dtype
-    if asked not in config.PLANNED:
-        return Choice()
-    if eligibility.facts(layer, options.provider, activation, asked, rows).decline:
+        return _measured(layer, engine, facts)
+    if asked not in config.PLANNED or facts.decline:
         return Choice()
     if asked == "aiter" and "AITER" in layer.attn_backend.get_name():
-        return _beside_aiters(layer, vllm_config, most)
-    return Choice(asked, ((1, most),))
+        return _beside_aiters(layer, engine, facts.cache)
+    return Choice(asked, ((1, engine.sequences),))
 
 
-def _beside_aiters(layer: Any, vllm_config: Any, most: int) -> Choice:
+def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
     """AITER's decode, but for the steps that its own table has as slower: they are vLLM's."""
-    rows = config.query_rows(vllm_config)
-    cache = eligibility.cache_dtype(layer, vllm_config.model_config.dtype)
     arch, backend = gpu.of(layer._k_scale.device).arch, layer.attn_backend.get_name()
-    if vllm_compat.pads_sequences(vllm_config):
+    rows, most = engine.rows, engine.sequences
+    if engine.pads_sequences:
         return Choice(why=f"{backend} (aiter: adaptive verification pads the sequences of a step)")
     first, steps = selection.slow_steps(layer.num_heads, rows, cache, most, arch)
     if not first:
@@ -62,51 +56,39 @@ def _beside_aiters(layer: Any, vllm_config: Any, most: int) -> Choice:
     return Choice("aiter", (run,), f"aiter, {backend} for {steps}", slower_from=first)
 
 
-def _measured(layer: Any, options: config.Options, vllm_config: Any, most: int) -> Choice:
+def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
-    gpu = vllm_compat.gpu_name()
-    if not measured.has_measurements(gpu):
+    if not measured.has_measurements(engine.gpu):
         return Choice()
-    backend, rows = layer.attn_backend.get_name(), config.query_rows(vllm_config)
-    model = vllm_config.model_config
-    facts = eligibility.facts(layer, options.provider, model.dtype, "portable", rows)
-    dtype = facts.query_dtype(model.dtype)
-    kernel = _name(dtype), layer.num_heads, rows
-    why = _engine_not_measured(options, vllm_config) or _not_measured(layer, vllm_config, facts)
-    if why := why or measured.why_not_run(gpu, kernel):
+    backend, most = layer.attn_backend.get_name(), engine.sequences
+    kernel = _name(facts.query), layer.num_heads, engine.rows
+    why = engine.unmeasured or _not_measured(layer, engine, facts)
+    if why := why or measured.why_not_run(engine.gpu, kernel):
         return Choice(why=f"{backend} (auto: {why})")
-    key, spans = (*kernel, backend), measured.spans(gpu, model.max_model_len)
+    key, spans = (*kernel, backend), measured.spans(engine.gpu, engine.context)
     runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
-    source = measured.source(gpu, key)
+    source = measured.source(engine.gpu, key)
     if not runs:
         found = "measured slower than it" if key in spans else "not measured against it"
-        shape = f"{measured.heads_and_rows(kernel)} in {_name(dtype)}"
+        shape = f"{measured.heads_and_rows(kernel)} in {_name(facts.query)}"
         return Choice(why=f"{backend} (auto: {found}{source} with {shape})")
     steps = f"with {measured.words(runs)} sequences"
     steps += "" if runs == ((1, most),) else f", {backend} else"
     return Choice("portable", runs, f"portable {steps} (auto: as measured{source})")
 
 
-def _engine_not_measured(options: config.Options, vllm_config: Any) -> str:
-    """What of an engine the measurements do not cover; empty if they do."""
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        return "ranks share the cache"
-    portable = dataclasses.replace(options, attention="portable")
-    decline = eligibility.why_no_plan(vllm_config, portable)
-    return decline.explain() if decline else ""
-
-
-def _not_measured(layer: Any, vllm_config: Any, facts: eligibility.LayerFacts) -> str:
+def _not_measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> str:
     """What of a layer the measurements do not cover; empty if they do."""
-    cache, dtype = vllm_config.cache_config, facts.query_dtype(vllm_config.model_config.dtype)
+    types = facts.query, facts.cache
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)
-    if cache.block_size % measured.PAGE:
-        return f"not measured with pages of {cache.block_size} tokens"
-    if facts.decline:
-        return facts.decline.explain()
-    if str(cache.cache_dtype).startswith("fp8") and dtype.itemsize > 1:
-        return f"not measured with a query in {_name(dtype)} and a cache in {cache.cache_dtype}"
+    if engine.page % measured.PAGE:
+        return f"not measured with pages of {engine.page} tokens"
+    no_plan = eligibility.why_no_decode(layer, "portable", *types, engine.rows)
+    if decline := facts.decline or no_plan:
+        return decline.explain()
+    if engine.cache.startswith("fp8") and facts.query.itemsize > 1:
+        return f"not measured with a query in {_name(facts.query)} and a cache in {engine.cache}"
     return ""
 
 
@@ -114,25 +96,22 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def described(layers: Mapping[str, Any], options: config.Options) -> str:
-    """Who decodes, for the report: each choice that was made for one of `layers`, once."""
-    made = (getattr(layer, ATTRIBUTE, None) for layer in layers.values())
-    found = dict.fromkeys(choice.why for choice in made if choice is not None)
+def described(choices: Iterable[Choice], options: config.Options) -> str:
+    """Who decodes, for the report: each of the choices that were made, once."""
+    found = dict.fromkeys(choice.why for choice in choices)
     return "; ".join(filter(None, found)) or options.attention
 
 
-def choose_page(vllm_config: Any) -> None:
-    """Let a page of the KV cache have the tokens that a kernel of this GPU needs: Hopper's copy
-    engine takes a tile from within a page only, and none from the 16 tokens of some backends."""
-    cache = vllm_config.cache_config
+def page_of(vllm_config: Any) -> int:
+    """Tokens of a page of the KV cache that a kernel of this GPU needs: Hopper's copy engine takes
+    a tile from within a page only, and none from the 16 tokens of some backends. 0 where an engine
+    needs no such page, or its operator named one."""
     options = config.read_options(vllm_config.additional_config)
     attention = options.attention
     ours = attention == "portable" or (attention == "auto" and _is_listed(options, vllm_config))
-    page = max(card.page for card in cards.of(gpu.Gpu(arch=vllm_compat.gpu_arch())))
-    if ours and page and not cache.user_specified_block_size:
-        # As if the operator had asked: else vLLM asks the backend when the model is loaded.
-        cache.block_size, cache.user_specified_block_size = page, True
-        logger.debug("attention=%s: block_size is %d", attention, page)
+    if not ours or vllm_config.cache_config.user_specified_block_size:
+        return 0
+    return max(card.page for card in cards.of(gpu.Gpu(arch=vllm_compat.gpu_arch())))
 
 
 def _is_listed(options: config.Options, vllm_config: Any) -> bool:
@@ -145,4 +124,4 @@ def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     widths = getattr(sizes, "kv_lora_rank", 0), getattr(sizes, "qk_rope_head_dim", 0)
     kernel = _name(dtype), heads, config.query_rows(vllm_config)
     listed = measured.is_listed(vllm_compat.gpu_name(), model.max_model_len, kernel)
-    return listed and widths == measured.WIDTHS and not _engine_not_measured(options, vllm_config)
+    return listed and widths == measured.WIDTHS and not measured.why_no_engine(vllm_config, options)

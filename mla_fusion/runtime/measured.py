@@ -16,18 +16,19 @@ Rows decide for all releases of vLLM, and of Triton with which the kernels have 
 engine that brings a newer one should not lose what was measured.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mla_fusion import logger
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Decodes
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.config.identity import source_hash
 from mla_fusion.files import read_bounded
 from mla_fusion.gpu import Gpu, triton_version
@@ -160,6 +161,15 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
         shape = each.dtype, each.heads, each.queries, each.backend
         found.setdefault(shape, []).extend(Row(*row) for row in each.rows)
     return found
+
+
+def why_no_engine(vllm_config: Any, options: Options) -> str:
+    """What of an engine the measurements do not cover; empty if they do."""
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return "ranks share the cache"
+    portable = dataclasses.replace(options, attention="portable")
+    decline = eligibility.why_no_plan(vllm_config, portable)
+    return decline.explain() if decline else ""
 
 
 def why_not_run(gpu: str, of: Kernel) -> str:

@@ -1,7 +1,8 @@
 """A persistent decode inside vLLM: one plan for the layers of an engine that are shaped alike.
 
-A layer that `decode_choice` leaves to a planner gets a `StepPlan` before vLLM measures free memory.
-The first attention of a forward pass refreshes it from the batch's metadata; the others read it.
+A layer that `decode_choice` leaves to a planner has a `StepPlan`, which `layer_state` allocates
+before vLLM measures free memory. The first attention of a forward pass refreshes it from the
+batch's metadata; the others read it.
 
 In the CUDA graph of a whole decode step, which runs no Python at replay, the refresh is one or
 several kernels. They read lengths and query positions at the addresses that vLLM keeps for all
@@ -9,19 +10,16 @@ steps, so every replay plans anew; the padded batch and the longest query are co
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from mla_fusion import attention, config, logger
+from mla_fusion import attention
 from mla_fusion.attention.plan.epilogue import GROUP, in_groups
-from mla_fusion.config import eligibility, vllm_compat
-from mla_fusion.runtime import decode_choice
+from mla_fusion.config import vllm_compat
+from mla_fusion.runtime.decode_choice import Choice
 from mla_fusion.runtime.output import QuantizedOutput
-
-ATTRIBUTE = "mla_fusion_step_plan"
 
 
 class StepPlan:
@@ -31,7 +29,7 @@ class StepPlan:
 
     def __init__(
         self, plan: attention.PersistentDecodePlan, out_dtype: torch.dtype,
-        choice: decode_choice.Choice,
+        choice: Choice,
     ) -> None:  # fmt: skip
         settings = plan.settings
         rows = settings.max_batch * settings.max_query_len
@@ -39,14 +37,6 @@ class StepPlan:
         self.plan, self.choice, self.executor = plan, choice, plan.planner.PROVIDERS[0]
         self.out = torch.zeros(shape, dtype=out_dtype, device=plan.device)
         self._planned: tuple[Any, Any] = (None, None)
-
-    def epilogue(self, layer: Any) -> str:
-        """Why the decode does not multiply with W_UV of this layer itself; empty if it does."""
-        return eligibility.no_epilogue(layer, self.choice.planner, self.out.dtype)
-
-    def weight(self, layer: Any) -> torch.Tensor | None:
-        """W_UV of this layer if the decode multiplies with it itself."""
-        return None if self.epilogue(layer) else vllm_compat.value_weight(layer)
 
     def describe(self, layers: int) -> str:
         """What it is for, in a line of the log; `layers` share it."""
@@ -75,10 +65,12 @@ class StepPlan:
 
     def decode(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any,
-        output: torch.Tensor, quantized: QuantizedOutput | None = None,
+        weight: torch.Tensor | None, output: torch.Tensor,
+        quantized: QuantizedOutput | None = None,
     ) -> None:  # fmt: skip
         """Write what follows from the prepared query [rows, H, L + R] of a decode-only batch into
-        `output` [T, H * V], or into `quantized`: its attention, times W_UV."""
+        `output` [T, H * V], or into `quantized`: its attention, times W_UV. The decode multiplies
+        with `weight` [H, L, V] itself; None leaves the product to the layer."""
         # A new context for each forward pass: drafts change the lengths in one metadata object.
         context = vllm_compat.forward_context()
         if self._planned[0] is not context or self._planned[1] is not metadata:
@@ -97,13 +89,13 @@ class StepPlan:
         if self.plan.aiter is not None:
             # Of vLLM's backend for AITER, whose graphs find it at one address.
             self.plan.aiter.listed = getattr(metadata.decode, "paged_kv_indices", None)
-        self._attend(q, kv_cache, layer, metadata.decode.block_table, output, quantized)
+        self._attend(q, kv_cache, layer, weight, metadata.decode.block_table, output, quantized)
 
     def _attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor,
-        output: torch.Tensor, quantized: QuantizedOutput | None,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, weight: torch.Tensor | None,
+        block_table: torch.Tensor, output: torch.Tensor, quantized: QuantizedOutput | None,
     ) -> None:  # fmt: skip
-        rows, epilogue, weight = q.shape[0], None, self.weight(layer)
+        rows, epilogue = q.shape[0], None
         out = self.out[:rows]
         if weight is not None and quantized is not None:
             epilogue = quantized.epilogue(weight, rows)
@@ -120,12 +112,13 @@ class StepPlan:
                 quantized.quantize(output)
 
     def warm_up(
-        self, kv_cache: torch.Tensor, layer: Any, quantizations: Iterable[str] = ()
-    ) -> None:
+        self, kv_cache: torch.Tensor, layer: Any, weight: torch.Tensor | None,
+        quantizations: Iterable[str] = (),
+    ) -> None:  # fmt: skip
         """Run it on the first block, for queries of every length, until every kernel that a step
         can launch is compiled or loaded; with the outputs of `quantizations` too."""
         settings, device, kinds, values = self.plan.settings, self.plan.device, {"none"}, None
-        if self.weight(layer) is not None:
+        if weight is not None:
             kinds, values = {"none", *quantizations}, layer.v_head_dim
         columns = settings.num_heads * layer.v_head_dim
         if columns % GROUP:
@@ -147,52 +140,5 @@ class StepPlan:
                 table = torch.zeros((batch, length), dtype=torch.int32, device=device)
                 output = self.out.new_empty((tokens, columns))
                 quantized = QuantizedOutput.for_warm_up(output, kind, vllm_compat.fp8_dtype())
-                self._attend(q, kv_cache, layer, table, output, quantized)
+                self._attend(q, kv_cache, layer, weight, table, output, quantized)
         self._planned = (None, None)
-
-
-def attach(layers: Mapping[str, Any], options: config.Options, vllm_config: Any) -> None:
-    """Give every MLA layer that `decode_choice` leaves to a planner the plan of its shape, and name
-    each plan in the log: how many layers share it, and for what it is."""
-    activation, rows = vllm_config.model_config.dtype, config.query_rows(vllm_config)
-    shared: Counter[StepPlan] = Counter()
-    plans: dict[tuple[Any, ...], StepPlan] = {}
-    for layer in vllm_compat.mla_layers(layers).values():
-        choice = decode_choice.choose(layer, options, vllm_config)
-        setattr(layer, decode_choice.ATTRIBUTE, choice)
-        if not choice.planner:
-            continue
-        query = eligibility.facts(layer, options.provider, activation).query_dtype(activation)
-        shape = {
-            "num_heads": layer.num_heads, "max_query_len": rows, "q_dtype": query,
-            "kv_dtype": eligibility.cache_dtype(layer, activation),
-            "v_head_dim": layer.kv_lora_rank, "device": layer._k_scale.device,
-        }  # fmt: skip
-        width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        if choice.planner == "aiter":
-            settings = {"max_split_per_batch": options.max_split_per_batch}
-            if "AITER" not in layer.attn_backend.get_name():  # those list the pages
-                settings["max_kv_len"] = vllm_config.model_config.max_model_len
-        else:
-            executor = attention.get_provider(attention.portable_provider(shape["device"]))
-            of = layer.num_heads, rows, shape["kv_dtype"], width, shape["device"]
-            settings = executor.plan_settings(*of)
-        key = *shape.values(), *settings.items(), choice.runs, choice.slower_from, width
-        if key not in plans:
-            plan = attention.PersistentDecodePlan.allocate(
-                max_batch=choice.runs[-1][1], planner=choice.planner, **shape, **settings
-            )
-            plans[key] = StepPlan(plan, activation, choice)
-        setattr(layer, ATTRIBUTE, plans[key])
-        shared[plans[key]] += 1
-    if vllm_compat.is_first_rank():
-        for step_plan, count in shared.items():
-            logger.info("attention=%s: %s", options.attention, step_plan.describe(count))
-
-
-def epilogues(layers: Mapping[str, Any]) -> str:
-    """For the report: what these layers' decodes do beyond the attention, or why not, each once;
-    empty without plans."""
-    planned = [layer for layer in layers.values() if hasattr(layer, ATTRIBUTE)]
-    reasons = dict.fromkeys(getattr(layer, ATTRIBUTE).epilogue(layer) for layer in planned)
-    return "; ".join(f"none: {why}" if why else "W_UV" for why in reasons)

@@ -1,20 +1,17 @@
 """What an engine derives from its cosines and sines: those in the type of the query, as a native
 rotation uses them, and the halves of provider `aiter`.
 
-Its MLA layers keep them, so they are freed with it. W_UK, W_UV and scales are read from the layer
-in every step. `refresh` follows a reload or a wake-up, after which a replayed CUDA graph, which
-runs no Python, reads the tables at the same addresses.
+The states of its MLA layers keep them, so they are freed with it. W_UK, W_UV and scales are read
+from the layer in every step. `refresh` follows a reload or a wake-up, after which a replayed CUDA
+graph, which runs no Python, reads the tables at the same addresses.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from mla_fusion.config import vllm_compat
 from mla_fusion.kernels.capture import refuse_during_capture
 from mla_fusion.ops import Rope
-
-ATTRIBUTE = "mla_fusion_tables"
 
 
 class _Rounded(NamedTuple):
@@ -28,21 +25,13 @@ class _Rounded(NamedTuple):
         self.table.copy_(self.source)
 
 
-def kept(layer: Any) -> dict[Any, Any]:
-    """What the engine whose layer it is keeps, in the order made; it is in a forward pass."""
-    if not hasattr(layer, ATTRIBUTE):
-        layers = vllm_compat.mla_layers(vllm_compat.forward_context().no_compile_layers).values()
-        having = (getattr(each, ATTRIBUTE) for each in layers if hasattr(each, ATTRIBUTE))
-        setattr(layer, ATTRIBUTE, next(having, {}))
-    found: dict[Any, Any] = getattr(layer, ATTRIBUTE)
-    return found
-
-
-def in_type(layer: Any, source: torch.Tensor, rope: str, dtype: torch.dtype) -> torch.Tensor:
-    """`source` as the spelling uses it: rounded once, and again in place after a write to it."""
+def in_type(
+    tables: dict[Any, Any], source: torch.Tensor, rope: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """`source` as the spelling uses it: rounded once, kept in `tables`, and rounded again in place
+    after a write to it."""
     if rope != Rope.NATIVE or source.dtype == dtype:
         return source
-    tables = kept(layer)
     key = source.data_ptr(), source.shape, source.stride(), dtype
     found: _Rounded | None = tables.get(key)
     if found is None or _version(found.source) != found.version:
@@ -54,13 +43,10 @@ def in_type(layer: Any, source: torch.Tensor, rope: str, dtype: torch.dtype) -> 
     return found.table
 
 
-def refresh(vllm_config: Any) -> None:
-    """Derive again, in place, what an engine keeps; a write through `.data` has no version."""
-    layers = vllm_compat.mla_layers(vllm_config.compilation_config.static_forward_context)
-    having = [getattr(layer, ATTRIBUTE, {}) for layer in layers.values()]
-    for tables in {id(each): each for each in having}.values():
-        for found in tables.values():  # halves after the table that they are of
-            found.refresh()
+def refresh(tables: dict[Any, Any]) -> None:
+    """Derive again, in place, all that an engine keeps; a write through `.data` has no version."""
+    for found in tables.values():  # in the order made: halves after the table that they are of
+        found.refresh()
 
 
 def _version(x: torch.Tensor) -> int:

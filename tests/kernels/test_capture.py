@@ -19,15 +19,15 @@ def capturing(monkeypatch):
     return state
 
 
-LAYER = SimpleNamespace(**{tables.ATTRIBUTE: {}})
+KEPT = {}
 
 
 def runtime_table(cosines):
-    return (tables.in_type(LAYER, cosines, Rope.NATIVE, torch.bfloat16),)
+    return (tables.in_type(KEPT, cosines, Rope.NATIVE, torch.bfloat16),)
 
 
 def aiter_tables(cosines):
-    given = {"q": torch.zeros(1, dtype=torch.bfloat16), "derived": getattr(LAYER, tables.ATTRIBUTE)}
+    given = {"q": torch.zeros(1, dtype=torch.bfloat16), "derived": KEPT}
     return aiter.halves(SimpleNamespace(cos_sin_cache=cosines, k_pe=cosines, **given))[1:]
 
 
@@ -58,4 +58,4 @@ def test_a_part_of_a_table_is_another_table(convert):
 
 def test_a_table_that_needs_no_conversion_is_served_in_capture(capturing):
     cosines = torch.rand(4, 8)
-    assert tables.in_type(LAYER, cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines
+    assert tables.in_type(KEPT, cosines, Rope.NATIVE_FP32, torch.bfloat16) is cosines

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mla_fusion.config import vllm_compat
-from mla_fusion.runtime import step_plan
 from tests.passes.fake_engine import Batch, Engine
 from tests.passes.graphs import HEADS, LATENT
 from tests.passes.test_runtime import NAME, SPEC, attend, prepare, step
@@ -109,6 +108,5 @@ def test_a_layer_without_context_parallelism_gathers_nothing(monkeypatch):
     assert prepared[1].eq(0).all() and prepared[0].ne(0).any()
     for name in ("gather_query_heads", "combine_context_parallel"):
         monkeypatch.setattr(vllm_compat, name, None)
-    assert not hasattr(engine.layers[NAME], step_plan.ATTRIBUTE)
     output = attend(context, step(ROWS), prepared)
     assert output.ne(0).any() and not output.isnan().any()

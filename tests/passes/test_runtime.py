@@ -17,7 +17,7 @@ from mla_fusion.kernels import reference
 from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
 from mla_fusion.report import Variant
-from mla_fusion.runtime import tables
+from mla_fusion.runtime import layer_state, tables
 from tests.passes.fake_engine import DECODE, MIXED, Batch, Engine, Layer
 from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, VALUE, Spec, layer_names
 
@@ -126,14 +126,9 @@ def test_a_scaled_query_is_rounded_as_in_vllm(rope, factor_type):
     assert torch.equal(args["k_pe"], k_pe)
 
 
-def alone():
-    """A layer outside of an engine."""
-    return SimpleNamespace(**{tables.ATTRIBUTE: {}})
-
-
 def test_a_table_is_converted_once():
     one, other = torch.randn(4, ROPE), torch.randn(4, ROPE)
-    in_type = functools.partial(tables.in_type, alone())
+    in_type = functools.partial(tables.in_type, {})
     first = in_type(one, Rope.NATIVE, BF16)
     assert torch.equal(first, one.to(BF16))
     assert in_type(one, Rope.NATIVE, BF16) is first
@@ -146,24 +141,24 @@ def test_a_table_is_converted_once():
 
 
 def test_views_of_one_address_are_other_tables():
-    whole, layer = torch.randn(4, 2 * ROPE), alone()
+    whole, kept = torch.randn(4, 2 * ROPE), {}
     for view in (whole, whole[:, :ROPE], whole[:2], whole.view(8, ROPE), whole[::2, :ROPE]):
-        assert torch.equal(tables.in_type(layer, view, Rope.NATIVE, BF16), view.to(BF16))
+        assert torch.equal(tables.in_type(kept, view, Rope.NATIVE, BF16), view.to(BF16))
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_table_follows_its_source_in_place(inference):
     """At the address that a captured graph has."""
-    source, layer = torch.randn(4, ROPE), alone()
-    first = tables.in_type(layer, source.view(4, ROPE), Rope.NATIVE, BF16)
+    source, kept = torch.randn(4, ROPE), {}
+    first = tables.in_type(kept, source.view(4, ROPE), Rope.NATIVE, BF16)
     address = first.data_ptr()
     for _ in range(2):
         with torch.inference_mode(inference):
             source.mul_(-1)
-        again = tables.in_type(layer, source, Rope.NATIVE, BF16)
+        again = tables.in_type(kept, source, Rope.NATIVE, BF16)
         assert again.data_ptr() == address and torch.equal(again, source.to(BF16))
     with torch.inference_mode():
-        assert tables.in_type(layer, torch.zeros(4, ROPE), Rope.NATIVE, BF16).dtype == BF16
+        assert tables.in_type(kept, torch.zeros(4, ROPE), Rope.NATIVE, BF16).dtype == BF16
 
 
 def test_an_engine_owns_its_tables():
@@ -174,7 +169,8 @@ def test_an_engine_owns_its_tables():
 
     def kept(engine):
         with override_forward_context(engine.context(MIXED)):
-            return [tables.in_type(x, source, Rope.NATIVE, BF16) for x in engine.layers.values()]
+            kept = [layer_state.of(layer).tables for layer in engine.layers.values()]
+            return [tables.in_type(each, source, Rope.NATIVE, BF16) for each in kept]
 
     first, *rest = kept(one)
     assert all(table is first for table in rest)
@@ -269,7 +265,7 @@ class TestWarmUp:
         first = layers["model.layers.0.attn"]
         other = Layer("model.layers.8.attn", SPEC)  # of a draft model, say
         other.qk_rope_head_dim = 2 * ROPE
-        layers = {"mlp": object(), "unbound": bound, "other": other, **layers, "odd": odd}
+        layers = {"unbound": bound, "other": other, **layers, "odd": odd}
         runtime.warm_up(layers, VARIANTS, "reference", 4)
         used = zip(VARIANTS, (first, odd), calls, strict=True)
         for variant, layer, (row, max_tokens) in used:

@@ -162,11 +162,14 @@ def planned(case, backend, double):
 def attach(backend):
     """The plan of the layer by the library's own start-up, or None."""
     from mla_fusion.config import Options
-    from mla_fusion.runtime import step_plan
+    from mla_fusion.plugin import workers
+    from mla_fusion.runtime import layer_state
+    from mla_fusion.runtime.engine import Engine
 
-    vars(backend.layer).pop(step_plan.ATTRIBUTE, None)
-    step_plan.attach({NAME: backend.layer}, Options("aiter", "aiter", -1), backend.config)
-    return getattr(backend.layer, step_plan.ATTRIBUTE, None)
+    engine = Engine.of(backend.config)
+    options = Options("aiter", "aiter", -1)
+    workers.attach(dataclasses.replace(engine, options=options, layers={NAME: backend.layer}))
+    return layer_state.of(backend.layer).plan
 
 
 def replayed(case, backend, double):

@@ -1,0 +1,68 @@
+"""The facts of an engine that its layers, kernels and report need, read once from vLLM's config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mla_fusion import config
+from mla_fusion.config import vllm_compat
+from mla_fusion.runtime import measured
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine whose flag is on, as each of its workers knows it when its model is loaded.
+
+    options: additional_config["mla_fusion"].
+    bucket: most tokens of a fused graph.
+    rows: most query tokens of a sequence in a decode step: its newest token and its drafts.
+    sequences: most sequences of a decode step in a fused graph. vLLM pads tokens to the size of a
+        CUDA graph, never sequences beyond max_num_seqs.
+    activation: type of the model's activations; a draft model's may be another.
+    layers: vLLM's MLA layers, of the model and its draft, by name.
+    other_layers: number of layers that keep a state and are not MLA attention.
+    model: class of the model.
+    context: most tokens of a sequence.
+    page: tokens of a page of the KV cache.
+    cache: vLLM's type of the KV cache.
+    pads_sequences: AITER's backend lengthens sequences by queries left out.
+    gpu: NVIDIA's name of the GPU; empty on other platforms.
+    unmeasured: why `attention=auto` has no measurements of such an engine; empty if it has.
+    tables: all that `runtime.tables` derives for its layers.
+    """
+
+    options: config.Options
+    bucket: int
+    rows: int
+    sequences: int
+    activation: torch.dtype
+    layers: Mapping[str, Any]
+    other_layers: int = 0
+    model: str = ""
+    context: int = 0
+    page: int = 0
+    cache: str = "auto"
+    pads_sequences: bool = False
+    gpu: str = ""
+    unmeasured: str = ""
+    tables: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Engine":
+        """The engine of a worker that has loaded its model."""
+        options = config.read_options(vllm_config.additional_config)
+        bucket, model = config.decode_bucket(vllm_config), vllm_config.model_config
+        found = vllm_config.compilation_config.static_forward_context
+        gpu = vllm_compat.gpu_name()
+        by_rows = options.attention == "auto" and measured.has_measurements(gpu)
+        return cls(
+            options, bucket, config.query_rows(vllm_config),
+            min(vllm_config.scheduler_config.max_num_seqs, bucket), model.dtype,
+            layers=vllm_compat.mla_layers(found), other_layers=vllm_compat.other_layers(found),
+            model=model.architecture, context=model.max_model_len,
+            page=vllm_config.cache_config.block_size, cache=vllm_config.cache_config.cache_dtype,
+            pads_sequences=vllm_compat.pads_sequences(vllm_config), gpu=gpu,
+            unmeasured=measured.why_no_engine(vllm_config, options) if by_rows else "",
+        )  # fmt: skip

@@ -1,0 +1,109 @@
+"""The state of each MLA layer, made once when the model is loaded, and read in each step."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mla_fusion import attention, logger
+from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.runtime.decode_choice import Choice, choose
+from mla_fusion.runtime.engine import Engine
+from mla_fusion.runtime.step_plan import StepPlan
+
+ATTRIBUTE = "mla_fusion_state"  # on an MLA layer of vLLM; `plugin.workers` sets it
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The decisions about one MLA layer of vLLM, and what layers of an engine share.
+
+    facts: as the passes need them; None without the plugin, where a pass asks for itself.
+    choice: who decodes its steps.
+    plan: that of its persistent decode, shared by layers of one shape; None if vLLM's backend
+        decodes every step.
+    tables: cosines and sines in the forms of `runtime.tables`, shared by all layers.
+    """
+
+    facts: eligibility.LayerFacts | None = None
+    choice: Choice = field(default_factory=Choice)
+    plan: StepPlan | None = None
+    tables: dict[Any, Any] = field(default_factory=dict)
+
+    def value_weight(self, layer: Any) -> torch.Tensor | None:
+        """W_UV [H, L, V] if the decode of this layer multiplies with it itself. It is read in each
+        step: a reload may put another tensor there."""
+        fused = self.plan is not None and self.facts is not None and not self.facts.plain_output
+        return vllm_compat.value_weight(layer) if fused else None
+
+
+_without_plugin: WeakKeyDictionary[Any, LayerState] = WeakKeyDictionary()
+
+
+def of(layer: Any) -> LayerState:
+    """The state of a layer. Without the plugin the layers of a forward pass share an empty one."""
+    found: LayerState | None = getattr(layer, ATTRIBUTE, None) or _without_plugin.get(layer)
+    if found is None:
+        layers = vllm_compat.mla_layers(vllm_compat.forward_context().no_compile_layers).values()
+        shared = (_without_plugin[each] for each in layers if each in _without_plugin)
+        found = _without_plugin[layer] = next(shared, None) or LayerState()
+    return found
+
+
+def make(engine: Engine) -> dict[str, LayerState]:
+    """The state of every MLA layer, with the plan of its shape where `decode_choice` leaves it to a
+    planner. The log names each plan: how many layers share it, and for what it is."""
+    states, plans = {}, dict[tuple[Any, ...], StepPlan]()
+    options = engine.options
+    for name, layer in engine.layers.items():
+        activation = eligibility.activation_of(layer, engine.activation)
+        facts = eligibility.facts(
+            layer, options.provider, activation, options.attention, engine.rows
+        )
+        choice, plan = choose(layer, engine, facts), None
+        if choice.planner:
+            plain = eligibility.no_epilogue(layer, choice.planner, activation)
+            facts = replace(facts, plain_output=plain)
+            settings = _settings(layer, engine, choice, facts)
+            width = layer.kv_lora_rank + layer.qk_rope_head_dim
+            key = *settings.items(), choice.runs, choice.slower_from, width, activation
+            if key not in plans:
+                allocated = attention.PersistentDecodePlan.allocate(**settings)
+                plans[key] = StepPlan(allocated, activation, choice)
+            plan = plans[key]
+        states[name] = LayerState(facts, choice, plan, engine.tables)
+    if vllm_compat.is_first_rank():
+        shared = Counter(state.plan for state in states.values() if state.plan)
+        for plan, count in shared.items():
+            logger.info("attention=%s: %s", options.attention, plan.describe(count))
+    return states
+
+
+def _settings(
+    layer: Any, engine: Engine, choice: Choice, facts: eligibility.LayerFacts
+) -> dict[str, Any]:
+    """The arguments of `PersistentDecodePlan.allocate` for a layer that a planner decodes."""
+    device, width = layer._k_scale.device, layer.kv_lora_rank + layer.qk_rope_head_dim
+    settings = {
+        "num_heads": layer.num_heads, "max_query_len": engine.rows, "q_dtype": facts.query,
+        "kv_dtype": facts.cache, "v_head_dim": layer.kv_lora_rank, "device": device,
+        "max_batch": choice.runs[-1][1], "planner": choice.planner,
+    }  # fmt: skip
+    if choice.planner != "aiter":
+        executor = attention.get_provider(attention.portable_provider(device))
+        of = engine.rows, facts.cache, width, device
+        return settings | executor.plan_settings(layer.num_heads, *of)
+    settings["max_split_per_batch"] = engine.options.max_split_per_batch
+    if "AITER" not in layer.attn_backend.get_name():  # those list the pages
+        settings["max_kv_len"] = engine.context
+    return settings
+
+
+def epilogues(states: Iterable[LayerState]) -> str:
+    """For the report: what the decodes with a plan do beyond the attention, or why not, each once;
+    empty without plans."""
+    reasons = dict.fromkeys(s.facts.plain_output for s in states if s.plan and s.facts)
+    return "; ".join(f"none: {why}" if why else "W_UV" for why in reasons)
