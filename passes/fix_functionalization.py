@@ -156,7 +156,8 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
     stored = set().union(*(memory.origins(value) for value in given))
     return any(
         user > node and site.is_live(user) and not _feeds_only(user, ignored)
-        for user in walk(readers, lambda read: _computed_late(read, node, stored))
+        # Sorted: an error is raised at the same call in every run.
+        for user in walk(sorted(readers), lambda read: _computed_late(read, node, stored))
     )
 
 
