@@ -69,7 +69,7 @@ class MLAFusionPass(InductorPass):
         runtime.register_ops()
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        """Built anew in a worker process, so that the ops are registered there too."""
+        """Built again in a worker process, so that the ops are registered there too."""
         return type(self), dataclasses.astuple(self)
 
     def uuid(self) -> str:

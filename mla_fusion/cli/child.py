@@ -53,7 +53,7 @@ class Job:
     path: str = ""  # a further folder to import from
     engine: dict[str, Any] = field(default_factory=dict)  # arguments of `build`
     prompts: Prompts = ()
-    new_tokens: int = 0  # by which each prompt is continued
+    new_tokens: int = 0  # tokens after each prompt
     plugin: bool = True  # whether vLLM may load this library
     options: dict[str, Any] = field(default_factory=dict)  # further input of `work`
     environment: dict[str, str] = field(default_factory=dict)  # further variables

@@ -1,4 +1,4 @@
-"""Whether fusion applies: to an engine by vLLM's config of it, and to an MLA layer by its facts."""
+"""Eligibility for fusion: of an engine by vLLM's config of it, and of an MLA layer by its facts."""
 
 from dataclasses import dataclass
 from typing import Any

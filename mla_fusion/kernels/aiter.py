@@ -183,14 +183,14 @@ class Halves(NamedTuple):
     sin: torch.Tensor
 
     def refresh(self) -> None:
-        """Convert them anew, in place."""
+        """Convert them again, in place."""
         if self.source is not None:
             for half, new in zip(self[1:], self.source.chunk(2, dim=-1), strict=True):
                 half.copy_(new)
 
 
 def halves(inputs: Inputs) -> Halves:
-    """Those of a call; an engine's are made once."""
+    """The halves of the cosines and sines of a call; an engine's are made once."""
     source, q, rope = inputs.cos_sin_cache, inputs.q, inputs.k_pe.shape[-1]
     address = None if source is None else (source.data_ptr(), len(source))
     key = Halves, address, rope, q.dtype, q.device

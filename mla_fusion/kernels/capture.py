@@ -1,4 +1,4 @@
-"""Whether a CUDA graph is being captured, and what is refused during capture."""
+"""The check for CUDA graph capture, and the refusal to allocate during it."""
 
 import torch
 

@@ -26,7 +26,7 @@ class Ceilings:
     tflops: float
 
     def floor_us(self, moved: int, flops: int) -> float:
-        """Nothing that moves so many bytes and computes so much is faster, in microseconds."""
+        """The least time of its bytes and its operations on this GPU, in microseconds."""
         return max(moved / self.gbps / 1e3, flops / self.tflops / 1e6)
 
 
@@ -84,7 +84,7 @@ def compare(
 
 
 def rates(moved: int, flops: int, times: dict[str, float]) -> dict[str, float]:
-    """The times of a shape, with its GB/s and TFLOP/s for so many bytes and operations."""
+    """The times of a shape, with the GB/s and TFLOP/s of its bytes and operations."""
     us = times["p50_us"]
     return {**times, "gbps": moved / us / 1e3, "tflops": flops / us / 1e6}
 

@@ -1,4 +1,4 @@
-"""What vLLM compiles: its passes, and Inductor's options in the decode bucket."""
+"""The passes that vLLM runs, and Inductor's options in the decode bucket."""
 
 from collections.abc import Callable
 from typing import Any

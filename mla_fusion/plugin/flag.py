@@ -61,7 +61,7 @@ def _extended(base: Any, restore: Callable[[dict[str, Any]], Any]) -> type:
         max_num_seqs * (1 + num_speculative_tokens), padded to its CUDA graph (mla-fusion)."""
 
         def compute_hash(self) -> str:
-            """vLLM's hash, by which it finds compiled graphs: with the flag also of this library's
+            """The hash with which vLLM finds compiled graphs: with the flag also of this library's
             source."""
             factors = get_hash_factors(self, {FLAG, THRESHOLD})
             if getattr(self, FLAG):

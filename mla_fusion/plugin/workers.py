@@ -1,4 +1,4 @@
-"""What a worker does once it has loaded its model, before its first request, and in each step."""
+"""The work of a worker once it has loaded its model, before its first request, and in each step."""
 
 import importlib
 import pkgutil
@@ -58,7 +58,7 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 
 def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
-    """What a worker answers: the snapshot of its counter, nothing if it has none."""
+    """The answer of a worker: the snapshot of its counter, empty if it has none."""
     steps: Any = getattr(self, STEPS, None)
     return {} if steps is None else steps.snapshot()
 

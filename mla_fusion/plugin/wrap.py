@@ -1,4 +1,4 @@
-"""How something of vLLM is replaced: a method, now or when its module is imported."""
+"""Replaces a method or a function of vLLM, now or when its module is imported."""
 
 import functools
 import importlib
@@ -81,7 +81,7 @@ _lock = threading.Lock()  # of the table alone: never held while a module is imp
 
 def when_imported(module: str, change: Callable[[], None]) -> None:
     """Call `change` once `module` is imported: now if it is, else at the end of its import, which
-    no process does for it. Forked processes keep what waits; spawned ones load the plugin anew."""
+    no process does for it. Forked processes keep what waits; spawned ones load the plugin again."""
     with _lock:
         _waiting[module] = (*_waiting.get(module, ()), change)
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -21,8 +21,8 @@ class Choice:
     planner: "portable", "aiter", or "": vLLM's backend. runs: from how many to how many sequences
     of a step its decode takes, in order; any other step is left to the backend. why: what the
     report says beyond the option's value, if anything: how `auto` was decided, which steps AITER's
-    own table takes from `aiter`. slower_from: from so many sequences on, a step without drafts is
-    left to the backend too; 0: never.
+    own table takes from `aiter`. slower_from: from this number of sequences on, a step without
+    drafts is left to the backend too; 0: never.
     """
 
     planner: str = ""
@@ -78,7 +78,7 @@ def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choi
 
 
 def _not_measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> str:
-    """What of a layer the measurements do not cover; empty if they do."""
+    """The fact of a layer that the measurements do not cover; empty if they cover it."""
     types = facts.query, facts.cache
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)

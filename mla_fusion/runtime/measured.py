@@ -1,4 +1,4 @@
-"""Measurements of the portable decode against vLLM's own, by which `attention=auto` decides.
+"""Measurements of the portable decode against vLLM's own. `attention=auto` decides by them.
 
 `gpus/` has a JSON file for each GPU, which `benchmarks/figures.py` writes from the rows of
 `mla-fusion bench decode --values`: a decode and the product with W_UV behind it. A file is
@@ -164,7 +164,7 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
 
 
 def why_no_engine(vllm_config: Any, options: Options) -> str:
-    """What of an engine the measurements do not cover; empty if they do."""
+    """The fact of an engine that the measurements do not cover; empty if they cover it."""
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "ranks share the cache"
     portable = dataclasses.replace(options, attention="portable")

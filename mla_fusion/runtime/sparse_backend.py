@@ -2,7 +2,7 @@
 
 vLLM imports this module where an operator chose that. All but the decode of decode tokens is that
 of vLLM's backend of the platform, FLASHMLA_SPARSE or ROCM_AITER_MLA_SPARSE: metadata, builder,
-prefill, cache, and the name, by which vLLM chooses the cache type and more.
+prefill, cache, and the name: vLLM chooses the cache type and more by it.
 """
 
 from typing import Any

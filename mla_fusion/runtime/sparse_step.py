@@ -40,7 +40,7 @@ FASTER: dict[Any, tuple[tuple[int, int], ...]] = {
 
 
 def most_tokens(heads: int, layout: Any) -> int:
-    """Most tokens of a step that this library decodes with so many heads; 0 for none."""
+    """Most tokens of a step that this library decodes with `heads` heads; 0 for none."""
     return next((tokens for most, tokens in FASTER[layout] if heads <= most), 0)
 
 

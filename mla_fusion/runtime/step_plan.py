@@ -6,7 +6,7 @@ batch's metadata; the others read it.
 
 In the CUDA graph of a whole decode step, which runs no Python at replay, the refresh is one or
 several kernels. They read lengths and query positions at the addresses that vLLM keeps for all
-steps, so every replay plans anew; the padded batch and the longest query are constants.
+steps, so every replay makes the plan again; the padded batch and the longest query are constants.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class StepPlan:
         self._planned: tuple[Any, Any] = (None, None)
 
     def describe(self, layers: int) -> str:
-        """What it is for, in a line of the log; `layers` share it."""
+        """A line of the log: the steps that it decodes, and the layers that share it."""
         plan, settings = self.plan, self.plan.settings
         cap, pages = settings.max_split_per_batch, ""
         if plan.aiter is not None and plan.aiter.entries is not None:

@@ -1,5 +1,5 @@
-"""What an engine derives from its cosines and sines: those in the type of the query, as a native
-rotation uses them, and the halves of provider `aiter`.
+"""Tables that an engine derives from its cosines and sines: in the type of the query, as a native
+rotation uses them, and in halves for provider `aiter`.
 
 The states of its MLA layers keep them, so they are freed with it. W_UK, W_UV and scales are read
 from the layer in every step. `refresh` follows a reload or a wake-up, after which a replayed CUDA
@@ -50,5 +50,5 @@ def refresh(tables: dict[Any, Any]) -> None:
 
 
 def _version(x: torch.Tensor) -> int:
-    """How often it was written in place; an inference tensor does not count that."""
+    """Number of writes in place; 0 for an inference tensor, which does not count them."""
     return 0 if x.is_inference() else x._version

@@ -12,6 +12,7 @@ import pytest
 from mla_fusion import cli, config, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
+from mla_fusion.cli.check import model_config
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.report import reasons
@@ -280,6 +281,13 @@ def test_the_cache_has_the_type_that_vllm_takes_from_the_checkpoint(
         assert job.engine["kv_cache_dtype"] == cache
         assert ("TOKENSPEED_MLA" in printed) == (cache == "fp8_e4m3")
         assert ("--kv-cache-dtype" in printed) == bool(argv)
+
+
+def test_an_older_modelopt_writes_its_quantization_beside_the_config(tmp_path):
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    model = model_config.read(Path(write(tmp_path, V3)))
+    assert model.cache == "fp8_e4m3" and model.config["quantization_config"]["quantization"]
 
 
 @pytest.mark.parametrize(

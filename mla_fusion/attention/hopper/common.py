@@ -84,7 +84,7 @@ def tiles_of(work, item, form: gl.constexpr):
 
 def cache_boxes(kv_cache: torch.Tensor, columns: tuple[int, ...], block_n: int) -> tuple[Any, ...]:
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it, one list of rows:
-    descriptors of tiles of `block_n` tokens and so many columns each, and the rows from one block
+    descriptors of tiles of `block_n` tokens, one for each of `columns`, and the rows from one block
     to the next. 0 if the engine cannot copy such tiles: they span pages, or blocks are not a whole
     number of rows apart. The descriptors are then the cache, and unused.
     """
@@ -116,8 +116,8 @@ def tile_layout(columns: int, size: int, rank: int) -> gl.NVMMASharedLayout:
 
 @gluon.constexpr_function
 def load_layout(width, dtype, warps, rows=1):
-    """The layout in which threads read 16 bytes each of rows of `width` elements. Of so many `rows`
-    a thread has neighbours.
+    """The layout in which each thread reads 16 bytes of a row of `width` elements, and with several
+    `rows` those of neighbouring rows.
     """
     vector = 128 // dtype.primitive_bitwidth
     threads = min(32, width // vector)

@@ -41,7 +41,7 @@ Query = namedtuple("Query", "boxes left right ropes full free")
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Barriers that so many arrivals complete."""
+    """COUNT barriers, each of which ARRIVALS arrivals complete."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)

@@ -19,7 +19,7 @@ Nothing is cut where there are no more tiles than CTAs, and the longest has at m
 more blocks than the share: less than merging takes.
 
 Else smaller budgets are tried where the share is at most `SMALL_SHARE` overheads, or `EVEN_SHARE`
-blocks if all tiles are as long: from the one by which the tiles would fit if no CTA had anything
+blocks if all tiles are as long: from the one with which the tiles fit if no CTA has anything
 left, in `STEPS` steps of an overhead. So 64 sequences of 32 blocks are cut in 16 and 16 for 132
 CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a pass. It leaves room
 for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.

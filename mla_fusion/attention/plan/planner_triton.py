@@ -129,7 +129,7 @@ def mla_plan(
 def smallest_budget(
     sequences, b, share, total, busy, MAX_BATCH: tl.constexpr, rules: tl.constexpr
 ):  # fmt: skip
-    """The smallest budget by which `busy` CTAs might take all tiles: the first that is tried."""
+    """The first budget that is tried: with a smaller one, `busy` CTAs cannot take all tiles."""
     end, _ = unpack(tl.load(sequences + b, mask=b < MAX_BATCH, other=0))
     begin, _ = unpack(tl.load(sequences + b - 1, mask=(b > 0) & (b < MAX_BATCH), other=0))
     last_block = tl.maximum((end - begin) // rules.fold - rules.overhead - 1, 0)

@@ -29,7 +29,7 @@ STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
 CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
 RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "tflops", "error"]
 OURS = "ours"
-MOST_TOKENS = 2**24  # of a step: an H200 holds so many of 14 layers with 576 bytes a token
+MOST_TOKENS = 2**24  # of a step: those that an H200 holds, with 14 layers of 576 bytes a token
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
     "batches": (1, 4, 16, 64, 128), "contexts": (1024, 8192, 65536), "heads": (16, 128),

@@ -243,7 +243,7 @@ def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) ->
 
 
 def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
-    """Those of the report, or that of the warning that switched the flag off."""
+    """The declines of the report, or the one of the warning that switched the flag off."""
     if stored:
         uncompiled = [Decline("no-graph")] if stored.uncompiled else []
         return [*report.counted(stored.decode().declined, uncompiled)]

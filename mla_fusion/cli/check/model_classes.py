@@ -1,4 +1,4 @@
-"""What a model's configuration and the source of the installed vLLM decide about fusion. vLLM is
+"""The verdict of a model's configuration and of the source of the installed vLLM. vLLM is
 read, not imported: that takes no time, and most attention backends need their GPU to be imported.
 
 Where a file of vLLM or Transformers lacks what is looked for, a `UserError` says so: an empty list

@@ -16,6 +16,7 @@ from mla_fusion.files import read_bounded
 
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
 _LONGEST_NAME = 80  # of a class or a type
+_QUANTIZATION = "hf_quant_config.json"  # of modelopt up to 0.29, beside the config
 _OBJECTS = ("auto_map", "quantization_config", "text_config")
 # Key -> the smallest and the largest whole number that it may hold.
 _WHOLE = {
@@ -82,7 +83,9 @@ def read(model: Path) -> Model:
     """Read a config, a file or its folder; a UserError if no model has it, or one of its values."""
     files = (model / name for name in ("config.json", "params.json"))
     path = next((file for file in files if file.exists()), model)
-    content = _load(path)
+    content, quantization = _load(path), path.with_name(_QUANTIZATION)
+    if content.get("quantization_config") is None and quantization.exists():
+        content["quantization_config"] = {"quant_method": "modelopt", **_load(quantization)}
     if "model_type" not in content and {"dim", "n_layers"} <= set(content):
         content = _translate(content, path)
     _refuse_odd(content, path)

@@ -22,7 +22,7 @@ NEW_TOKENS = 24
 # only prefill, only decode, short prompts that fall into the decode bucket, and prefill mixed with
 # decode inside the bucket and above it.
 ARRIVALS = [(0, 5), (0, 40), (2, 1), (4, 2), (6, 3), (9, 100), (20, 2)]
-_CACHE = "cache"  # of all four engines, whose graphs have different keys; made anew by each demo
+_CACHE = "cache"  # of all four engines, whose graphs have different keys; made by each demo
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

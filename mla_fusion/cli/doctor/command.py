@@ -157,7 +157,7 @@ def examine() -> dict[str, Any]:
     serving = [name for name in names if not providers[name]]
     problems = []
     if error:
-        remedy = mend_vllm(error) or f"install it anew: {INSTALL_VLLM}"
+        remedy = mend_vllm(error) or f"install it again: {INSTALL_VLLM}"
         problems.append(f"vLLM cannot be imported: {short(error, 200)}: {remedy}")
     elif not vllm:
         problems.append(f"vLLM is missing: {INSTALL_VLLM}")

@@ -173,7 +173,7 @@ def check(variants: Sequence[Variant], device: str = "cuda", steps: int = 4) -> 
 
 
 def variants(kind: str, fp8: torch.dtype) -> list[Variant]:
-    """Those of a cache: "bf16", "fp8", "656 bytes" (DeepSeek-V3.2) or "584 bytes" (V4)."""
+    """The variants of a cache: "bf16", "fp8", "656 bytes" (DeepSeek-V3.2) or "584 bytes" (V4)."""
     two = (128, 1024)
     if kind == "bf16":
         return [Variant(16), Variant(64, two), Variant(8, (70,), sink=False)]
