@@ -274,6 +274,9 @@ def test_a_params_json_is_read_as_vllm_does(tmp_path, capsys):
     assert (model.architecture, read["model_type"]) == ("MistralLarge3ForCausalLM", "deepseek_v3")
     assert (read["num_attention_heads"], read["kv_lora_rank"]) == (128, 512)
     assert read["llama_4_scaling"]["beta"] == 0.1
+    odd = json.loads((CONFIGS / "mistral-small-4.json").read_text()) | {"text_config": 0.5}
+    path.write_text(json.dumps(odd))
+    assert "params.json refuses" in fail(capsys, "check", tmp_path)
     del params["llama_4_scaling"]["beta"]
     path.write_text(json.dumps(params))
     assert "llama_4_scaling config should define" in fail(capsys, "check", tmp_path)

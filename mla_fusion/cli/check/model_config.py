@@ -143,12 +143,12 @@ def _translate(params: dict[str, Any], path: Path) -> dict[str, Any]:
 
     try:
         read = adapt_config_dict(params, defaults={})
-    except Exception as error:  # noqa: BLE001  (it asserts, indexes and converts)
+        language = getattr(read, "text_config", read)
+        # `to_dict` takes the type from the class, which has none.
+        return {**language.to_dict(), "model_type": language.model_type}
+    except Exception as error:  # noqa: BLE001  (it asserts, indexes, converts and keeps odd parts)
         why = short(f"{type(error).__name__}: {error}")
         raise UserError(f"vLLM's reader of params.json refuses {path}: {why}") from None
-    language = getattr(read, "text_config", read)
-    # `to_dict` takes the type from the class, which has none.
-    return {**language.to_dict(), "model_type": language.model_type}
 
 
 def _refuse_odd(config: dict[str, Any], path: Path) -> None:
