@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from tests.passes import declare, graphs
+from tests.passes import declare, stand_ins
 from tests.passes.fake_engine import Impl
 from tests.passes.graphs import ROPE
 
@@ -21,10 +21,10 @@ def plain_kernels(monkeypatch):
 
     def concat_and_cache_mla_rope_fused(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, *rest):
         slot_mapping, kv_cache, kv_cache_dtype, scale = rest
-        graphs.rotate_in_place(positions, q_pe, k_pe, ROPE, cos_sin_cache, is_neox)
+        stand_ins.rotate_in_place(positions, q_pe, k_pe, ROPE, cos_sin_cache, is_neox)
         Impl(False).do_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
-    rope.apply_rope_with_cos_sin_cache_inplace = graphs.rotate_in_place  # type: ignore[attr-defined]
+    rope.apply_rope_with_cos_sin_cache_inplace = stand_ins.rotate_in_place  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.rope", rope)
     monkeypatch.setattr(
@@ -38,7 +38,7 @@ def plain_kernels(monkeypatch):
 
 def _rotary_embedding(*args, rope_dim_offset=0, inverse=False):
     assert rope_dim_offset == 0 and not inverse
-    graphs.rotate_in_place(*args[:6])
+    stand_ins.rotate_in_place(*args[:6])
 
 
 @functools.cache
