@@ -23,9 +23,14 @@ def source_hash() -> str:
     return hash_of({name: Path(file).parent for name, file in modules.items() if file})
 
 
+def tables_folder() -> Path:
+    """The folder in which `mla-fusion calibrate` keeps what it measures."""
+    return vllm_compat.cache_root() / "mla_fusion" / "tables"
+
+
 def graphs_hash() -> str:
     """`source_hash`, and what `mla-fusion calibrate` measured: who decodes may change a graph."""
-    files, tables = sorted(vllm_compat.tables_folder().glob("*.json")), hashlib.sha256()
+    files, tables = sorted(tables_folder().glob("*.json")), hashlib.sha256()
     for path in files:
         with contextlib.suppress(OSError):  # attention=auto warns of it, and goes by the shipped
             tables.update(read_bounded(path))

@@ -85,11 +85,6 @@ def cache_root() -> Path:
     return Path(envs.VLLM_CACHE_ROOT)
 
 
-def tables_folder() -> Path:
-    """The folder in which `mla-fusion calibrate` keeps what it measures."""
-    return cache_root() / "mla_fusion" / "tables"
-
-
 def is_supported(version: str) -> bool:
     """True if a version such as "0.32.0+cpu" lies in the supported window."""
     numbers = re.match(r"(\d+)\.(\d+)", version)

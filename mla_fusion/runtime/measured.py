@@ -29,7 +29,7 @@ from mla_fusion import logger
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Decodes
 from mla_fusion.config import Options, eligibility, vllm_compat
-from mla_fusion.config.identity import source_hash
+from mla_fusion.config.identity import source_hash, tables_folder
 from mla_fusion.files import read_bounded
 from mla_fusion.gpu import Gpu, triton_version
 
@@ -71,7 +71,7 @@ def has_measurements(gpu: str) -> bool:
 
 def own_file(gpu: str) -> Path:
     """The file in which `mla-fusion calibrate` writes its measurements of a GPU."""
-    return vllm_compat.tables_folder() / file_name(gpu)
+    return tables_folder() / file_name(gpu)
 
 
 def files(gpu: str) -> str:

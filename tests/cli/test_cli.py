@@ -11,7 +11,7 @@ from mla_fusion import cli, files, report
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import command as demo
 from mla_fusion.cli.demo import tiny_models
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import identity, vllm_compat
 from mla_fusion.report import LayerGraph, Node
 from mla_fusion.report.reasons import Decline
 
@@ -62,7 +62,7 @@ def test_jobs_share_facts_of_model_classes_and_measurements_and_no_graph(tmp_pat
     assert {path.name for path in second.iterdir()} == {"mla_fusion", "modelinfos"}
     assert (second / "modelinfos" / "V3.json").exists()
     monkeypatch.setattr(vllm_compat, "cache_root", lambda: second)
-    assert vllm_compat.tables_folder().resolve() == users / "mla_fusion" / "tables"
+    assert identity.tables_folder().resolve() == users / "mla_fusion" / "tables"
 
 
 # --- report

@@ -23,7 +23,7 @@ from mla_fusion.cli.bench import decode
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import decodes, run_checks
-from mla_fusion.config import vllm_compat
+from mla_fusion.config import identity, vllm_compat
 from mla_fusion.files import read_bounded
 from mla_fusion.measure import decode_peers as peers
 from mla_fusion.measure.decode_peers import Case
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
     kernels = measured.kernels()
     shapes = [_of_model(arguments)] if arguments.model else every()
-    folder = arguments.out or vllm_compat.tables_folder()
+    folder = arguments.out or identity.tables_folder()
     make_folder(folder, "--out")
     names = concerned({cases[0].dtype for cases in shapes})
     print(f"selftest of {len(names)} kernels first: a wrong one has no time", flush=True)
