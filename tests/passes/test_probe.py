@@ -132,15 +132,15 @@ def test_rows_of_the_table_are_looked_up_by_any_op(target, rope, plain_kernels):
         assert_same(run(before, spec, batch), run(module, spec, batch), batch, tolerance=1e-5)
 
 
-def test_cosines_rounded_by_a_copy_are_rounded():
-    """The op in place of the graph's rounds them too."""
+@pytest.mark.parametrize("rounded", [programs.cast, programs.kept])
+def test_cosines_rounded_by_a_copy_are_rounded(rounded):
+    """Those of query and key; the op in place of the graph's rounds them too."""
     spec = Spec("native_late_cast", dtype=BF16, table_dtype=FP32)
-    ropes = set()
-    for rounded in (programs.cast, programs.kept):
-        module = build(spec)
-        for node in find_all(module, prims.convert_element_type.default):
-            if node.args[0].target is aten.index.Tensor:
-                node.replace_all_uses_with(rounded(module, node.args[0], BF16))
-        assert fuse(module, spec).fused == 1
-        ropes.add(find(module, FUSED).kwargs["rope"])
-    assert ropes == {"native"}
+    module = build(spec)
+    casts = find_all(module, prims.convert_element_type.default)
+    casts = [node for node in casts if node.args[0].target is aten.unsqueeze.default]
+    assert [node.args[1] for node in casts] == [BF16] * 4
+    for node in casts:
+        node.replace_all_uses_with(rounded(module, node.args[0], BF16))
+    assert fuse(module, spec).fused == 1
+    assert find(module, FUSED).kwargs["rope"] == "native"
