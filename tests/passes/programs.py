@@ -272,9 +272,14 @@ def split(module, node, pick):
 
 
 def destination(module, node, pick):
-    """A value, or a part of it, is where another is copied to, or what is copied."""
-    if is_float(node):
-        which, pick = pick % 4, pick // 4
+    """A value, or a part of it, is where another is copied to, or what is copied; or a copy of the
+    graph has its arguments the other way round."""
+    which, pick = pick % 5, pick // 5
+    copies = edits.find_all(module, aten.copy.default)
+    if which == 4 and copies:
+        copy = copies[pick % len(copies)]
+        copy.args = copy.args[::-1]
+    elif is_float(node):
 
         def make(x):
             twin = _twin(module, x, pick)
