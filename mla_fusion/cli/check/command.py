@@ -231,6 +231,7 @@ def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) ->
         engine["compilation_config"]["debug_dump_path"] = str(work / "depyf")
     engine |= {"model": str(model), "load_format": "dummy", "max_num_seqs": settings.requests}
     engine["kv_cache_dtype"] = settings.kv_cache_dtype
+    engine["num_gpu_blocks_override"] = 256  # 4,096 tokens, in place of a GiB of them
     # Above the bucket, so that a prefill graph is compiled too.
     engine["max_num_batched_tokens"] = max(2048, 2 * settings.bucket)
     if cut.draft:
