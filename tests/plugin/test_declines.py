@@ -100,14 +100,6 @@ class TestDeclines:
         assert "[breakable-cudagraph]" in warning
         assert f"({'DeepseekV2' if asked else 'DeepseekV4'}ForCausalLM)" in warning
 
-    def test_sparse_attention_is_the_reason_before_its_class(self, make, log, monkeypatch):
-        """As mla-fusion check says; vLLM would switch torch.compile off for the class as well."""
-        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # vLLM sets it for this class
-        monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
-        assert not config.is_on(make(FLAG_ON, model="deepseek_v32"))
-        [warning] = warnings(log)
-        assert "(index_topk 2048) [sparse-attention]" in warning
-
     @pytest.mark.parametrize(
         "mode, splitting_ops, parallel, code",
         [
