@@ -22,7 +22,6 @@ def models(tmp_path_factory):
     for name, model in (
         ("mla", DEEPSEEK_V2),
         ("llama", LLAMA),
-        ("deepseek_v4", {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}),
         ("sarvam", config_of("sarvam")),
     ):
         write(folder / name, model)
