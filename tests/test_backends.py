@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.utils.torch_utils import _encode_layer_name
 
@@ -20,6 +19,7 @@ from mla_fusion.config import eligibility
 from mla_fusion.kernels import reference
 from mla_fusion.ops import Rope
 from tests.on_cpu import OnCpu
+from tests.step import forward_pass
 
 BF16, FP8, NAME = torch.bfloat16, torch.float8_e4m3fn, "model.layers.0.self_attn.attn"
 NOPE, ROPE, LATENT, VALUE, PAGE, BATCH = 128, 64, 512, 128, 64, 3
@@ -195,10 +195,7 @@ def step(layer, metadata, lifted):
               layer.kv_cache_dtype, Rope.NATIVE, False)  # fmt: skip
     output = torch.zeros(tokens, heads * VALUE, dtype=BF16)
     slots = positions % 3 * PAGE + positions
-    context = ForwardContext(
-        no_compile_layers={NAME: layer}, attn_metadata={NAME: metadata}, slot_mapping={NAME: slots}
-    )
-    with override_forward_context(context):
+    with forward_pass({NAME: layer}, metadata, slots):
         runtime.rope_and_cache_update(q, kv_c, k_pe, *common)
         if lifted:
             facts = eligibility.facts(layer, "reference", BF16, "vllm", 1)

@@ -275,7 +275,7 @@ def test_an_operator_forces_either(h200, attention, choice):
         ("gfx950", "ROCM_AITER_MLA", 8, 0, 64, 31, "32 sequences or more (by AITER's table"),
         ("gfx950", "ROCM_AITER_MLA", 16, 0, 31, 31, ""),
         ("gfx950", "ROCM_AITER_MLA", 8, 1, 64, 64, "32 sequences or more without drafts (by AI"),
-        ("gfx950", "ROCM_AITER_MLA", 32, 0, 64, 64, ""),
+        ("gfx950", "ROCM_AITER_MLA", 17, 0, 64, 64, ""),
         ("gfx950", "TRITON_MLA", 8, 0, 64, 64, ""),
         ("gfx942", "ROCM_AITER_MLA", 8, 0, 64, 64, ""),
     ],
@@ -350,13 +350,3 @@ def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, ch
     chosen = engine(page=16, options={"provider": "triton", "attention": "portable"})
     chosen.cache_config.user_specified_block_size = True
     assert decode_choice.page_of(chosen) == 0
-
-
-def test_a_larger_step_than_was_measured_is_left_to_the_backend():
-    plan = SimpleNamespace(
-        settings=SimpleNamespace(max_batch=4, max_query_len=1, num_heads=2, v_head_dim=8),
-        planner=SimpleNamespace(PROVIDERS=("triton",)), device="cpu",
-    )  # fmt: skip
-    several = Choice("portable", ((1, 1), (3, 4)))
-    serves = step_plan.StepPlan(plan, torch.bfloat16, several).serves
-    assert [serves(step(n)) for n in range(1, 6)] == [True, False, True, True, False]

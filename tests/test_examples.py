@@ -30,11 +30,9 @@ def run_example(name, *arguments, cwd, **environment):
     return run(sys.executable, "-P", FOLDER / name, *arguments, cwd=cwd, **environment)
 
 
-def test_every_example_is_listed_and_tested():
-    page, tests = (FOLDER / "README.md").read_text(), Path(__file__).read_text()
+def test_every_example_is_listed():
+    page = (FOLDER / "README.md").read_text()
     for path in FOLDER.iterdir():
-        if path.suffix == ".py":
-            assert f'"{path.name}"' in tests or f"import {path.stem}\n" in tests, path.name
         if path.suffix in (".py", ".sh"):
             assert f"`examples/{path.name}`" in page, path.name
 

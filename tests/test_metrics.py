@@ -46,20 +46,11 @@ def test_a_pass_is_fused_if_decode_only_and_in_range(tokens, decode, sizes, fuse
     steps = metrics.StepCounter(0, fused_to(8), sizes)
     steps.count(GROUP, batch(tokens, decode))
     assert steps.snapshot() == {GROUP: {"fused": int(fused), "unfused": int(not fused)}}
-
-
-def test_groups_count_apart():
-    steps = metrics.StepCounter(0, fused_to(8), [])
-    assert steps.snapshot() == {}
-    steps.count(GROUP, batch(4, 4))
-    steps.count("draft", batch(4, 3))
-    once = {"fused": 1, "unfused": 0}, {"fused": 0, "unfused": 1}
-    assert steps.snapshot() == dict(zip((GROUP, "draft"), once, strict=True))
-    # Another engine of the process, which fused nothing.
-    unfused = report.Report("triton", 8, [report.RangeReport((1, 8), layers=2)])
-    other = metrics.StepCounter(0, unfused, [])
-    other.count(GROUP, batch(4, 4))
-    assert other.snapshot() == {GROUP: once[1]} and steps.snapshot()[GROUP] == once[0]
+    none = metrics.StepCounter(
+        0, report.Report("triton", 8, [report.RangeReport((1, 8), 2)]), sizes
+    )
+    none.count(GROUP, batch(tokens, decode))
+    assert none.snapshot() == {GROUP: {"fused": 0, "unfused": 1}}
 
 
 def engine(*names):

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import attention, runtime
@@ -19,6 +18,7 @@ from tests.aiter_double.uses import causal_attention
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 from tests.prepared import attach
+from tests.step import forward_pass
 
 SPEC = Spec()
 PAGE = fake_engine.BLOCK_SIZE
@@ -68,14 +68,7 @@ class Engine:
 
     def step(self, metadata):
         """vLLM's context of a forward pass over this batch."""
-        slots = torch.arange(metadata.num_actual_tokens)
-        return override_forward_context(
-            ForwardContext(
-                no_compile_layers=dict(self.layers),
-                attn_metadata=dict.fromkeys(self.layers, metadata),
-                slot_mapping=dict.fromkeys(self.layers, slots),
-            )
-        )
+        return forward_pass(self.layers, metadata, torch.arange(metadata.num_actual_tokens))
 
 
 def attend(name, query):

@@ -66,15 +66,6 @@ def test_the_adapter_plans_and_decodes(double):
         assert call["num_kv_splits"] == double.arch.compute_units
 
 
-def test_a_row_that_sees_no_key_is_zero(double):
-    """AITER leaves NaN there, and a log-sum-exp of +inf."""
-    out, expected = uses.run(Use(lengths=(70, 1, 200)), double)
-    assert_right(out, expected)
-    assert not out[2].any()
-    [call] = double.calls(DECODE)
-    assert call["o"][2].isnan().all()
-
-
 def test_random_ragged_steps(double):
     """Any heads, and rows of any lengths up to that of the plan, some of none."""
     rng, tried, folded = random.Random(double.at.release), 0, 0

@@ -30,25 +30,6 @@ def test_verdicts(heads, length, q, kv, arch, reason):
     assert reason in why and bool(reason) == bool(why)
 
 
-@pytest.mark.parametrize(
-    "heads, rows, dtype, most, arch, first, words",
-    [
-        (16, 1, BF16, 32, "gfx950", 32, "32 sequences or more (by AITER's table, with bf16"),
-        (8, 1, BF16, 256, "gfx950", 32, "1.4 to 1.6 times faster there"),
-        (8, 2, BF16, 256, "gfx950", 32, "32 sequences or more without drafts ("),
-        (16, 1, BF16, 31, "gfx950", 0, ""),
-        (17, 1, BF16, 256, "gfx950", 0, ""),
-        (16, 1, FN, 256, "gfx950", 0, ""),
-        (12, 1, BF16, 256, "gfx942", 0, ""),
-    ],
-)
-def test_the_steps_in_which_aiters_table_has_another_decode_as_faster(
-    heads, rows, dtype, most, arch, first, words
-):
-    found = selection.slow_steps(heads, rows, dtype, most, arch)
-    assert found[0] == first and words in found[1] and bool(first) == bool(found[1])
-
-
 def test_a_verdict_can_change_with_the_log_sum_exp():
     given = (16, 1, BF16, BF16, "gfx942")
     assert not selection.aiter_verdict(*given).unsupported

@@ -15,15 +15,11 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.measure import decode_peers as peers
 from mla_fusion.measure import records, timing
 from mla_fusion.runtime import measured
+from tests.cli.test_check import CONFIGS
 from tests.gpus import imitate
 
 GPU = "NVIDIA H20"
-MODEL = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
-    "num_attention_heads": 128, "num_hidden_layers": 61, "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 1000,
-    "intermediate_size": 18432,
-}  # fmt: skip
+MODEL = json.loads((CONFIGS / "deepseek-v3.json").read_text())
 
 
 @pytest.fixture

@@ -210,13 +210,6 @@ def test_many_reasons_are_a_short_answer():
     assert len(lines) == 5 and "2 of its 3 reasons, all with --json" in lines[0]
 
 
-def test_check_runs_no_head_size_the_cpu_lacks(monkeypatch, checked):
-    monkeypatch.setitem(V3, "kv_lora_rank", 256)
-    status, job, printed = checked(2, "--json")
-    assert status == 0 and not job.prompts
-    assert "generates no token" in printed
-
-
 @pytest.mark.parametrize(
     "odd, dump, said",
     [

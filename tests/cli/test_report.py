@@ -10,8 +10,6 @@ from mla_fusion import report
 from mla_fusion.config import vllm_compat
 from mla_fusion.ops import Variant
 from mla_fusion.report.reasons import Decline
-from tests.passes.fake_engine import fuse
-from tests.passes.graphs import Spec, build
 
 
 @pytest.fixture
@@ -98,23 +96,6 @@ def test_layers_are_counted_by_code_with_the_detail_of_the_first():
     stored = report.take("reference", 4)
     assert stored is not None
     assert stored.ranges[0].declined == {Decline("shape", "a0"): 4, Decline("hisparse"): 2}
-
-
-def test_the_report_of_a_graph_survives_its_file(tmp_path):
-    spec = Spec("deepseek", layers=2)
-    report.add(fuse(build(spec), spec))
-    said = {"model": "V3", "attention": "portable", "epilogue": "W_UV"}
-    stored = report.take("reference", 4, versions={"vLLM": "0.32.0"}, **said)
-    assert stored is not None and stored.ranges[0].layer is not None
-    said = "provider reference, attention portable, epilogue W_UV, decode bucket 4 tokens"
-    assert said in stored.lines()[0]
-    report.store(tmp_path / "r.json", stored)
-    assert report.find(tmp_path / "r.json") == stored
-    assert (tmp_path / "r.json").stat().st_size < 20_000
-    result = {node.op.rpartition("::")[2]: node.result for node in stored.ranges[0].layer.after}
-    latent, rope, heads = 16, 8, 2
-    fused = result["fused_aiter_qk_rope_kvcache_q_concat_quant_mla"]
-    assert fused.endswith(f"[T, {heads}, {latent + rope}]")
 
 
 def test_a_start_without_graphs_or_file_knows_nothing(tmp_path, log):

@@ -50,13 +50,16 @@ def vllm_step():
         yield FixFunctionalizationPass(config)
 
 
-def test_near_miss_scatter_elsewhere(plain_kernels):
+def _scatter_elsewhere(module, copy):
     """A slice_scatter to another place is no copy back."""
-    module = build(CAT)
     scatter = find(module, aten.slice_scatter.default)
     scatter.args = (*scatter.args[:3], 0, graphs.ROPE)
-    fix_and_compare(module)
-    assert find_all(module, aten.slice_scatter.default)
+
+
+def _scatter_into_another_value(module, copy):
+    call, scatter = find(module, edits.CAT_FUSED), find(module, aten.slice_scatter.default)
+    whole = call.kwargs["q_pe"].args[0]
+    scatter.update_arg(0, edits.add(module, call, aten.neg.default, whole))
 
 
 def _destination(module, copy):
@@ -71,19 +74,12 @@ def _wider_type(module, copy):
     copy.meta["val"] = copy.meta["val"].half()
 
 
-@pytest.mark.parametrize("edit", [_destination, _wider_type])
-def test_near_miss_copy_of_another_value(edit, plain_kernels):
+@pytest.mark.parametrize(
+    "edit", [_scatter_elsewhere, _scatter_into_another_value, _destination, _wider_type]
+)
+def test_near_miss_is_no_copy_back(edit, plain_kernels):
     module = build(CAT)
     edit(module, find(module, aten.copy.default))
-    fix_and_compare(module)
-    assert find_all(module, aten.slice_scatter.default)
-
-
-def test_near_miss_scatter_into_another_value(plain_kernels):
-    module = build(CAT)
-    call, scatter = find(module, edits.CAT_FUSED), find(module, aten.slice_scatter.default)
-    whole = call.kwargs["q_pe"].args[0]
-    scatter.update_arg(0, edits.add(module, call, aten.neg.default, whole))
     fix_and_compare(module)
     assert find_all(module, aten.slice_scatter.default)
 

@@ -11,10 +11,9 @@ import torch
 from vllm.forward_context import override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
-from mla_fusion import kernels, runtime
+from mla_fusion import runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import reference
-from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.ops import Rope
 from mla_fusion.report import Variant
 from mla_fusion.runtime import layer_state, tables
@@ -216,18 +215,6 @@ def test_vllms_fused_rope_op_gets_its_own_shapes_and_the_scale(monkeypatch):
     assert seen["scale"] is args["k_scale"] or torch.equal(seen["scale"], args["k_scale"])
 
 
-def test_weights_are_taken_in_the_form_vllm_multiplies_by():
-    plain = torch.zeros(1)
-    layer = SimpleNamespace(W_UK_T=plain, W_K="packed", W_K_scale="scale")
-    assert runtime._absorb_weight(layer) is plain
-    layer.is_aiter_triton_fp4_bmm_enabled = layer.is_aiter_triton_fp8_bmm_enabled = False
-    assert runtime._absorb_weight(layer) is plain
-    layer.is_aiter_triton_fp8_bmm_enabled = True
-    assert runtime._absorb_weight(layer) == PackedWeight("fp8", "packed", "scale")  # type: ignore[arg-type]
-    layer.is_aiter_triton_fp4_bmm_enabled = True
-    assert runtime._absorb_weight(layer) == PackedWeight("fp4", "packed", "scale")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("shape", [(3, 4, 10), (3, 1, 4, 10), (1, 1, 4, 10), (3, 1, 10)])
 def test_cache_with_and_without_a_head_dimension(shape):
     """The dimension of three is that of the entries of a block, also of one entry."""
@@ -316,14 +303,3 @@ class TestWarmUp:
         monkeypatch.setattr(vllm_compat, "is_first_rank", lambda: False)
         runtime.warm_up(Engine(SPEC).layers, VARIANTS[:1], "reference", 4)
         assert seen[2:] == ["", ""]
-
-    def test_a_provider_that_compiles_nothing_is_left_alone(self, monkeypatch):
-        asked: list[str] = []
-
-        def get_provider(name):
-            asked.append(name)
-            return SimpleNamespace()
-
-        monkeypatch.setattr(kernels, "get_provider", get_provider)
-        runtime.warm_up(Engine(SPEC).layers, VARIANTS, "reference", 4)
-        assert asked == ["reference"]

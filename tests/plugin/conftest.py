@@ -19,12 +19,9 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     register_configs()
-    v32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
     for name, model in (
         ("mla", DEEPSEEK_V2),
         ("llama", LLAMA),
-        ("deepseek_v32", {**DEEPSEEK_V2, **v32, "index_topk": 2048}),
-        ("deepseek_v4", {**DEEPSEEK_V2, "architectures": ["DeepseekV4ForCausalLM"]}),
         ("sarvam", config_of("sarvam")),
     ):
         write(folder / name, model)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.rocm import imitation
+from tests.step import forward_pass
 
 HIDDEN, NOPE, ROPE, LATENT, VALUE, MAX_LENGTH = 64, 128, 64, 512, 128, 256
 BLOCKS, BLOCK = 96, 16
@@ -214,19 +215,6 @@ def fuse(module, layer, provider, attention="auto", query_len=1):
     return record
 
 
-def forward_pass(layer, metadata, slots):
-    """vLLM's context of a forward pass."""
-    from vllm.forward_context import ForwardContext, override_forward_context
-
-    return override_forward_context(
-        ForwardContext(
-            no_compile_layers={NAME: layer},
-            attn_metadata={NAME: metadata},
-            slot_mapping={NAME: slots},
-        )
-    )
-
-
 def run(module, spec, backend, batch):
     """One step on a fresh cache: the output, and the bytes of the cache [slots, entry].
 
@@ -239,7 +227,7 @@ def run(module, spec, backend, batch):
     values = graphs.inputs(spec, len(slots)) | {"positions": positions}
     backend.layer.kv_cache = backend.cache.clone()
     metadata = backend.metadata(batch, slots, tables)
-    with forward_pass(backend.layer, metadata, slots):
+    with forward_pass({NAME: backend.layer}, metadata, slots):
         outputs = fake_engine.execute(module, values)
     before, cache = (
         x.flatten(0, 1).view(torch.uint8) for x in (backend.cache, backend.layer.kv_cache)

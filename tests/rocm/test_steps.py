@@ -144,15 +144,6 @@ def test_a_step_is_what_it_is_without_the_flag(result, job, case):
     assert got.error <= BOUNDS[case.cache][bool(case.products)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_matrix_reaches_every_decode_of_the_backend(result, architecture):
-    job = architecture, False
-    calls = [result(job, "compared", case).calls for case in JOBS[job]["compared"]]
-    called = set().union(*calls)
-    assert {FUSED, DECODE, PLANNER} <= called
-    assert (GLUON in called) == (architecture == "gfx950")
-
-
 @pytest.mark.parametrize("job, case", each("planned"))
 def test_a_step_is_planned_once_and_decoded_right(result, job, case):
     """`watch` compares each call and each output; here is what follows from the shape."""

@@ -16,6 +16,7 @@ from tests.aiter_double.versions import DECODE, GLUON, PLANNER
 from tests.rocm import imitation, steps
 from tests.rocm.steps import LATENT, NAME, ROPE, Case
 from tests.rocm.watch import Watch
+from tests.step import forward_pass
 
 
 def serve(job, progress):
@@ -199,7 +200,7 @@ def replayed(case, backend, double):
     unused = torch.empty(0)
 
     def attention():
-        with steps.forward_pass(layer, metadata, slots), torch.no_grad():
+        with forward_pass({NAME: layer}, metadata, slots), torch.no_grad():
             name = fake_engine._encode(NAME)
             runtime._attention(unused, query, unused, unused, output, name)
 

@@ -26,6 +26,7 @@ from mla_fusion.runtime import sparse_step
 from tests import gpus
 from tests.attention import decodes
 from tests.attention.pages import V32, Cache
+from tests.step import forward_pass
 
 BF16 = torch.bfloat16
 PAGE, TOPK = 64, 128
@@ -253,15 +254,6 @@ def assert_declined(said, loaded, layers, code, *parts):
     assert not any(impl.mla_fusion_step for impl in layers)
     [message] = said.messages
     assert all(part in message for part in (f"[{code}]", f"CUSTOM, {len(layers)} layers", *parts))
-
-
-def forward_pass():
-    """vLLM's context of a forward pass."""
-    from vllm.forward_context import ForwardContext, override_forward_context
-
-    return override_forward_context(
-        ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
-    )
 
 
 def run(impl, step, q, layer=None):

@@ -16,7 +16,8 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import sparse, workers
 from mla_fusion.runtime import sparse_step
 from tests.sparse import layers as imitated
-from tests.sparse.layers import PAGE, Batch, Step, forward_pass, layer, load, run, unavailable
+from tests.sparse.layers import PAGE, Batch, Step, layer, load, run, unavailable
+from tests.step import forward_pass
 
 plugin.register()
 
@@ -241,16 +242,6 @@ def test_what_is_served_and_what_is_left_is_said_once(config, make, said):
     assert "CUSTOM, 3 layers: decode steps of up to 15 tokens are this library's" in message
     assert "(16 heads, 128 slots, 656 bytes an entry, " in message
     assert "larger ones are FLASHMLA_SPARSE's" in message
-
-
-@pytest.mark.parametrize(
-    ("heads", "packed", "bf16"),
-    [(1, 128, 16), (16, 128, 16), (17, 128, 0), (32, 128, 0), (33, 64, 0), (64, 64, 0), (65, 16, 0),
-     (128, 16, 0), (129, 0, 0)],
-)  # fmt: skip
-def test_the_table_of_shapes(heads, packed, bf16):
-    assert sparse_step.most_tokens(heads, FP8_DS_MLA) == packed
-    assert sparse_step.most_tokens(heads, None) == bf16
 
 
 def test_what_is_faster_was_measured():

@@ -18,7 +18,8 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.runtime import sparse_step
 from tests import aiter_double, gpus
 from tests.sparse import layers, rocm, test_backend
-from tests.sparse.layers import Batch, Step, build, forward_pass, layer, load, run
+from tests.sparse.layers import Batch, Step, build, layer, load, run
+from tests.step import forward_pass
 
 plugin.register()
 
