@@ -23,6 +23,8 @@ from tests.passes.graphs import Spec, build, printed
 from tests.passes.graphs import copy as copy_graph
 
 VERSION = str(vllm.__version__).split("+")[0]
+# Of all classes on their default configuration: limits of the kernel.
+DECLINED = {page.TRANSFORMERS: {"computed-angles"}}
 DRAFT_HEADS = ("glm4_moe_lite+mtp", "longcat_flash+mtp")  # which vLLM does not compile
 
 
@@ -44,6 +46,21 @@ def model_config(tmp_path_factory):
 
 def test_the_page_has_the_table_of_its_results():
     assert page.text(page.PAGE.read_text()) == page.PAGE.read_text()
+
+
+@pytest.mark.parametrize("version", [page.NEW, page.OLD])
+def test_engines_show_every_compiled_class_and_each_layer_fused_or_declined(version):
+    shown = page.shown(version)
+    compiled = {
+        name
+        for architecture, classes in page.stored(version)["architectures"].items()
+        for name in classes
+        if not page.why_unreached(version, architecture)
+    }
+    assert set(shown) == compiled
+    for name, counts in shown.items():
+        assert 2 * counts["layers"] == counts.total() > 0, name
+        assert set(counts) <= {"layers", "fused", *DECLINED.get(name, ())}, name
 
 
 def test_the_installed_vllm_has_no_other_mla_class(sources):
