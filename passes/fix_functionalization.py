@@ -14,9 +14,9 @@ Safe because an op writes in place only to memory whose old value nothing reads 
 any alias that `patterns.nodes` knows or cannot exclude, and of which no two elements are one. A
 value that is computed before the op and read after it counts as such a reader: Inductor computes
 what no op needs stored as late as its reader. Any other argument is cloned first, and the op writes
-to the clone. No call is left to the copies that
-Inductor makes for `auto_functionalized`: it rebuilds an argument from the strides of its metadata,
-which a view of a value that was never stored does not have."""
+to the clone. No call is left to the copies that Inductor makes for `auto_functionalized`: it
+rebuilds an argument from the strides of its metadata, which a view of a value that was never stored
+does not have."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -162,8 +162,8 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
 
 
 def _computed_late(value: fx.Node, node: fx.Node, stored: set[fx.Node]) -> Iterable[fx.Node]:
-    """The readers of `value` if it precedes `node` and Inductor may compute it only for them: as it
-    may all of torch's ops, but those whose result `node` needs in memory."""
+    """The readers of `value` if it precedes `node`, and Inductor may compute it as late as they
+    read it: it may compute every op of torch late whose result `node` does not need in memory."""
     lazy = is_aten(value) or value.target is operator.getitem
     late = lazy and value < node and value not in stored and not is_number(value)
     return value.users if late else ()

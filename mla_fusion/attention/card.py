@@ -71,7 +71,7 @@ FEW = (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A kernel. The first card of a GPU that takes a decode is launched.
+    """The facts of a decode kernel. A GPU launches the first of its cards that takes a decode.
 
     name: its module below `mla_fusion.attention`, which has `arguments(given) -> Launch` and
     `kernel`. archs: the architectures for which it compiles; empty for every one.

@@ -27,8 +27,9 @@ def decode(given: Inputs) -> str:
 def rows_and_waves(
     arch: str, rows: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page: int
 ) -> tuple[int, int]:
-    """For work items of `rows` query rows: those of a CTA, and the waves of a SIMD to compile for:
-    as many as fit without spills, to hide each other's latency. page: tokens of a block."""
+    """(query rows of a CTA, waves of a SIMD) to compile the kernel for, if work items have `rows`
+    query rows. The waves are the most that fit without spills; they hide each other's latency.
+    page: tokens of a block of the cache."""
     few, fp8 = rows <= 16, kv_dtype.itemsize == 1
     if arch == "gfx950" and fp8 and triton_version() < (3, 7):
         # It converts e4m3fn by code of its own, which takes registers.

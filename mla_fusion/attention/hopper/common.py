@@ -116,8 +116,8 @@ def tile_layout(columns: int, size: int, rank: int) -> gl.NVMMASharedLayout:
 
 @gluon.constexpr_function
 def load_layout(width, dtype, warps, rows=1):
-    """The layout in which each thread reads 16 bytes of a row of `width` elements, and with several
-    `rows` those of neighbouring rows.
+    """The layout of a load of rows of `width` elements: 16 bytes of a row for each thread. With
+    several `rows` a thread has neighbouring ones.
     """
     vector = 128 // dtype.primitive_bitwidth
     threads = min(32, width // vector)

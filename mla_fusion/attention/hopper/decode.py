@@ -56,7 +56,7 @@ def store_output(start, sums, odds, inverse, wanted, L: gl.constexpr, PAIRS: gl.
 
 @gluon.jit
 def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
-    """The factor of the scores, in base 2, and that of the output."""
+    """The factors of the scores, in base 2, and of the output."""
     factor, value_scale = scale * LOG2E, 1.0
     if FP8:
         value_scale = gl.load(kv_scale_ptr)
@@ -69,8 +69,9 @@ def attend(
     buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop, phases,
     form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of an item, whose first one is on its way: sums [latents,
-    rows], those of odd latents with PAIRS, m [rows], l [tokens, rows], and the barriers' phases.
+    """The online softmax over the tiles of an item. The copy of the first tile has begun. Returned
+    are the sums [latents, rows], with PAIRS the sums of odd latents too, m [rows], l [tokens,
+    rows], and the phases of the barriers.
 
     row: query rows of the CTA, in the layout of columns of the scores.
     """

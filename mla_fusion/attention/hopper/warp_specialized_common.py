@@ -49,9 +49,10 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 
 def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[TensorDescriptor, ...]:
-    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads: 64 heads of a
-    token, or all of an item's of several tokens; no last one if R is 0. Heads of padding are zeros;
-    rows that follow those of an item too, or another token's. What either gives is not stored.
+    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads. A box has 64 heads
+    of one token, or all heads of an item for several tokens; without R there is no last box. Heads
+    of padding are zeros. Rows behind those of an item are zeros or another token's. The results of
+    both are not stored.
     """
     heads = per_work if ROWS.value % per_work == 0 else ROWS.value
     columns = latent // 2, latent // 4, q.shape[2] - latent
@@ -211,9 +212,10 @@ def result_of(m, l, sink=float("-inf")):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """The layout in which a thread stores four neighbours of a row, and four threads 16: in that of
-    products they are pairs, and four threads' fill half of a memory sector. Two threads of a warp
-    exchange pairs by shuffles. More than four would go through shared memory, which is full.
+    """The layout of a store: a thread has four neighbours of a row, and four threads have 16. In
+    the layout of products a thread has pairs, and four threads fill half of a memory sector. Two
+    threads of a warp exchange pairs by shuffles. More than four neighbours would go through shared
+    memory, which is full.
     """
     wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
     lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]

@@ -163,9 +163,10 @@ class Step:
 class Companions:
     """Tensors that AITER's decode takes besides the plan, and tensors that correct its result.
 
-    AITER gets as many rows of every sequence as its kernel is for: those of a shorter query last,
-    in front of them any. N = max_batch * max_query_len query rows become M >= N of AITER's.
-    Addresses are fixed, but for `expanded` without `entries`. A refresh writes `even` to `blind`.
+    AITER gets the number of rows of every sequence that its kernel is for. The rows of a shorter
+    query are the last of them, and the rows in front hold anything. N = max_batch * max_query_len
+    query rows become M >= N of AITER's. Addresses are fixed, but for `expanded` without `entries`.
+    A refresh writes `even` to `blind`.
 
     buffers: the six that AITER asked for, by name: a plan is for these and their addresses.
     last_page_lens: [max_batch] int32, ones: a page holds one token. counting: [M + 1], from 0.
