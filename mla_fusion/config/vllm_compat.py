@@ -164,6 +164,32 @@ def runs_breakable_cudagraphs() -> bool:
     return bool(is_breakable_cudagraph_enabled())
 
 
+def another_backend(backend: Any, vllm_config: Any) -> Any:
+    """A backend of vLLM for torch.compile like `backend`, of another config; from 0.33 on one knows
+    whether it stores compiled code."""
+    stores = getattr(backend, "use_mega_artifact", None)
+    known = {} if stores is None else {"use_aot_compile": stores}
+    return type(backend)(vllm_config, f"{backend.prefix}_decode", backend.is_encoder, **known)
+
+
+def stores_compiled_code(backend: Any) -> bool:
+    """True if vLLM stores the compiled code of a backend itself, not a graph to compile again."""
+    from vllm import envs
+
+    return bool(getattr(backend, "use_mega_artifact", envs.VLLM_USE_MEGA_AOT_ARTIFACT))
+
+
+def piecewise_graph(run: Callable[..., Any], vllm_config: Any) -> Callable[..., Any]:
+    """`run`, a piece of a graph, with vLLM's CUDA graphs of pieces, one for each batch size."""
+    from vllm.compilation.cuda_graph import CUDAGraphOptions
+    from vllm.config import CUDAGraphMode
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    made = resolve_obj_by_qualname(_platform().get_static_graph_wrapper_cls())
+    options = CUDAGraphOptions(debug_log_enable=False, gc_disable=True, weak_ref_output=False)
+    return made(run, vllm_config, CUDAGraphMode.PIECEWISE, options)
+
+
 def gather(value: Any) -> list[Any]:
     """`value` of every rank of this engine, in their order. All ranks must call it."""
     if not torch.distributed.is_initialized():

@@ -15,7 +15,7 @@ from typing import Any
 
 from mla_fusion import logger
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import compilation, decision, flag, sparse, workers
+from mla_fusion.plugin import compilation, decision, decode_graph, flag, sparse, workers
 from mla_fusion.plugin.wrap import put_back, when_imported
 
 
@@ -67,6 +67,17 @@ HOOKS = (
     Hook(
         "vllm.compilation.backends", ("CompilerManager.compile",),
         compilation.set_options_for_ranges,
+    ),
+    Hook(
+        "vllm.compilation.backends",
+        ("VllmBackend.__call__", "split_graph", "wrap_with_cudagraph_if_needed"),
+        decode_graph.compile_decode_graph,
+    ),
+    Hook(
+        "vllm.compilation.caching",
+        ("VllmSerializableFunction.serialize_compile_artifacts",
+         "VllmSerializableFunction.deserialize_compile_artifacts"),
+        decode_graph.keep_both_graphs,
     ),
     Hook("vllm.v1.worker.worker_base", ("WorkerBase",), workers.prepare_workers),
     Hook(

@@ -88,7 +88,6 @@ def _arguments(options):
         "backend": "inductor",
         "use_inductor_graph_partition": True,
         "compile_sizes": [],
-        "compile_ranges_endpoints": [options.get("bucket", BUCKET)],
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
     arguments = {"max_num_seqs": BUCKET, "compilation_config": compilation}
