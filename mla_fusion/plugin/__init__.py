@@ -32,10 +32,13 @@ class Hook:
         """Raise ImportError without the module, AttributeError without one of the names."""
         module = importlib.import_module(self.module)
         for name in self.names:
+            *path, last = name.split(".")
             try:
-                functools.reduce(getattr, name.split("."), module)
+                owner = functools.reduce(getattr, path, module)
             except AttributeError:  # its text guesses at a circular import
                 raise AttributeError(f"{self.module}.{name}") from None
+            if last not in vars(owner):  # what a class inherits is another function
+                raise AttributeError(f"{self.module}.{name}")
 
 
 def _restore(fields: dict[str, Any]) -> Any:

@@ -57,7 +57,7 @@ def _compile(
     original: Callable[..., Any], self: Any, graph: Any, example_inputs: Sequence[Any]
 ) -> Any:
     """vLLM's function for `graph`; if it has MLA layers, it runs decode steps by a second graph."""
-    if not _applies(self.vllm_config) or not any(map(_is_attention, graph.graph.nodes)):
+    if not applies(self.vllm_config) or not any(map(_is_attention, graph.graph.nodes)):
         return original(self, graph, example_inputs)
     from mla_fusion.passes import layers
 
@@ -65,14 +65,14 @@ def _compile(
     served = original(self, graph, example_inputs)
     layers.mark(decode.graph, _is_attention)
     decode.meta[_OF_DECODE] = True
-    backend = vllm_compat.another_backend(self, _config_of(self.vllm_config))
+    backend = vllm_compat.another_backend(self, config_of(self.vllm_config))
     with _partitions_captured(self.vllm_config), _clock_of_compilation():
         run = backend(decode, example_inputs)
     setattr(self, _DECODE, run)
     return _choosing(served, run, self.vllm_config)
 
 
-def _applies(vllm_config: Any) -> bool:
+def applies(vllm_config: Any) -> bool:
     """True if an engine gets a decode graph, and this is not the config of one."""
     apart = not config.in_one_graph(vllm_config.compilation_config)
     return apart and config.is_on(vllm_config) and not hasattr(vllm_config, _OF_DECODE)
@@ -84,7 +84,7 @@ def _is_attention(node: Any) -> bool:
     return bool(should_split(node, ["vllm::unified_mla_attention_with_output"]))
 
 
-def _config_of(vllm_config: Any) -> Any:
+def config_of(vllm_config: Any) -> Any:
     """The config that the decode graph of an engine is compiled with."""
     from mla_fusion import ops
 
@@ -144,7 +144,7 @@ def _deserialize(original: Callable[..., Any], data: bytes) -> Any:
 
     served, decode = pickle.loads(data[len(_MARK) :])  # vLLM unpickles both, too
     vllm_config = get_current_vllm_config()
-    with set_current_vllm_config(_config_of(vllm_config)), _partitions_captured(vllm_config):
+    with set_current_vllm_config(config_of(vllm_config)), _partitions_captured(vllm_config):
         run = original(decode)
     return _choosing(original(served), run, vllm_config)
 
