@@ -24,7 +24,7 @@ from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
 from mla_fusion.gpu import triton_version
 from tests.attention.decodes import BF16, FN
-from tests.attention.without_memory import arguments, inputs, meta, report
+from tests.attention.without_memory import inputs, launch_of, meta, report
 from tests.gpus import imitated
 from tests.kernels.compiled import LDS, compile_kernel, compile_report, is_one_variant
 from tests.nightly import daily
@@ -49,13 +49,12 @@ def fit(result, ctas=1, warps=4):
 )  # fmt: skip
 def test_the_width_of_the_table_is_no_variant(module, heads, options):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
-    launches = [arguments("sm_90", module, heads, BF16, columns=n, **options) for n in (1, 3, 64)]
+    launches = [launch_of("sm_90", module, heads, BF16, columns=n, **options) for n in (1, 3, 64)]
+    arguments = [each.arguments | each.options for each in launches]
     if module is sparse_fp8:
         # Blocks may be an odd number of vectors apart: copies are of 16 bytes all the same.
-        args, options = launches[0]
-        units = module.kernel.arg_names.index("block_units")
-        launches.append(((*args[:units], args[units] + 1, *args[units + 1 :]), options))
-    assert is_one_variant("sm_90", module.kernel, launches)
+        arguments.append(arguments[0] | {"block_units": arguments[0]["block_units"] + 1})
+    assert is_one_variant("sm_90", launches[0].kernel, [((), each) for each in arguments])
 
 
 MISTRAL_SMALL = (256, 64)
@@ -98,8 +97,8 @@ def test_decode(case, dtype):
 def test_tiles_of_two_boxes(heads):
     given = inputs(heads, FN, half_below=9)
     given.plan.step = Step(8, 8, 1)
-    _, args, options = decode.arguments(given)
-    result = compile_report("sm_90", decode.kernel, args, options)
+    kernel, _, arguments, options = decode.launch_of(given)
+    result = compile_report("sm_90", kernel, (), arguments | options)
     assert options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result
 
@@ -135,8 +134,8 @@ def test_pieces_are_read_when_the_decode_has_ended(epilogue):
     given = dataclasses.replace(inputs(16), epilogue=epilogue)
     given.plan.step = Step(8, 8, 1)
     with imitated("sm_90"):
-        _, args, options = reduce_kernel.arguments(given)
-    order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
+        kernel, _, arguments, options = reduce_kernel.launch_of(given)
+    order = compile_report("sm_90", kernel, (), arguments | options).order
     assert order.count("PREEXIT") == (order[0] == "PREEXIT") == (epilogue is not None)
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order.count("ACQBULK") == 2
@@ -170,8 +169,8 @@ def test_warp_specialized_of_bf16(heads, queries):
 def test_stores_fill_memory_sectors():
     """Of 512 columns and 64 rows, 256 threads store 128 each: 8 bytes of bf16, 16 of partial rows
     at once; the others are LSEs."""
-    args, options = arguments("sm_90", warp_specialized)
-    code = compile_kernel("sm_90", warp_specialized.kernel, args, options).asm["ptx"]
+    kernel, _, arguments, options = launch_of("sm_90", warp_specialized)
+    code = compile_kernel("sm_90", kernel, (), arguments | options).asm["ptx"]
     stores = re.findall(r"st\.global\.(\S+)", code)
     assert [stores.count(each) for each in ("v2.b32", "v4.b32")] == [2 * 32, 2 * 32]
     assert len(stores) - 4 * 32 <= 4

@@ -89,9 +89,10 @@ def launch(plan, batch, refreshed=True):
 
 def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     """Not that of the largest batch of the plan, whose tiles would be empty programs."""
-    reductions = Launches()
-    monkeypatch.setattr(decode_kernel, "kernel", Launches())
-    monkeypatch.setattr(reduce_kernel, "kernel", reductions)
+    reductions = Launches(reduce_kernel.mla_reduce.arg_names)
+    decodes = Launches(decode_kernel.mla_decode_triton.arg_names)
+    monkeypatch.setattr(decode_kernel, "mla_decode_triton", decodes)
+    monkeypatch.setattr(reduce_kernel, "mla_reduce", reductions)
     plan = plan_for(max_batch=256, max_query_len=4, num_heads=16, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
@@ -101,15 +102,14 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     """The others may read the plan before the kernel in front of them has ended."""
-    decodes, place = Launches(), hopper_decode.kernel.arg_names.index("fresh")
+    decodes = Launches(hopper_decode.mla_decode_hopper.arg_names)
     monkeypatch.setattr(cards, "chosen", lambda *_: hopper_cards.CARDS[-1])
-    monkeypatch.setattr(hopper_decode, "kernel", decodes)
-    monkeypatch.setattr(reduce_kernel, "kernel", Launches())
+    monkeypatch.setattr(hopper_decode, "mla_decode_hopper", decodes)
+    monkeypatch.setattr(reduce_kernel, "mla_reduce", Launches(reduce_kernel.mla_reduce.arg_names))
     plan = plan_for(num_heads=16)
     for refreshed in (True, False, False) * 2:
         launch(plan, 4, refreshed)
-    fresh = [given[place] for given in decodes.arguments]
-    assert fresh == [1, 0, 0, 1, 0, 0]
+    assert [given["fresh"] for given in decodes.arguments] == [1, 0, 0, 1, 0, 0]
 
 
 E5M2 = torch.float8_e5m2

@@ -83,7 +83,7 @@ def _entries(
     by the first's block table and page size, with max_kv_len in a buffer of the plan. A graph that
     did not record the refresh writes its own at every decode: it would see no other one."""
     # Imported here: AITER's shapes are asked for where Triton is not.
-    from mla_fusion.attention.aiter.entries_kernel import launch
+    from mla_fusion.attention.aiter.entries_kernel import write_entries
 
     if companions.listed is not None:
         return companions.listed
@@ -94,7 +94,7 @@ def _entries(
     if (found := companions.entries) is None:
         # As many as the block table can hold, so nothing waits for the device.
         found = block_table.new_zeros(block_table.numel() * page_size)
-    launch(found, plan.kv_indptr[: len(block_table) + 1], block_table, page_size)
+    write_entries(found, plan.kv_indptr[: len(block_table) + 1], block_table, page_size)
     companions.expanded = (key, found) if shared else None
     return found
 

@@ -27,10 +27,12 @@ from mla_fusion.attention.hopper import common
 from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item
 from mla_fusion.attention.hopper.decode import store_item
+from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
-from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["arguments", "kernel"]
+__all__ = ["launch_of"]
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM
@@ -255,7 +257,7 @@ def mla_sparse_hopper_fp8(
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
     fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments and launch as `hopper.decode`, with the cache as `Entries` says and `table_ptr` of
+    """Parameters and launch as `hopper.decode`, with the cache as `Entries` says and `table_ptr` of
     its slots. A work item is a token's query.
     """
     if fresh != 0:
@@ -319,16 +321,15 @@ def mla_sparse_hopper_fp8(
     gdc.gdc_launch_dependents()
 
 
-kernel = mla_sparse_hopper_fp8
-
-
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
-    cache, e4m3 = given.kv_cache, given.plan.settings.kv_dtype
-    args = (
-        given.q, *(cache.view(dtype) for dtype in (e4m3, torch.bfloat16, torch.float32)),
-        given.block_table, given.or_unused(given.sink), *given.results, *given.scales[2:],
-        *given.strides, cache.stride(0) // 16, int(given.plan.fresh),
-    )  # fmt: skip
-    options = {"FORM": given.form, "ROWS": SPARSE_FP8_ROWS, "num_warps": 4, "launch_pdl": True}
-    return given.grid(SPARSE_FP8_ROWS), args, options
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
+    cache = given.kv_cache
+    arguments = {
+        **launches.common(given), **launches.query(given), "sink_ptr": given.or_unused(given.sink),
+        "codes_ptr": cache.view(given.plan.settings.kv_dtype),
+        "ropes_ptr": cache.view(torch.bfloat16), "scales_ptr": cache.view(torch.float32),
+        "block_units": cache.stride(0) // 16, "fresh": int(given.plan.fresh),
+        "ROWS": SPARSE_FP8_ROWS,
+    }  # fmt: skip
+    options = {"num_warps": 4, "launch_pdl": True}
+    return Launch(mla_sparse_hopper_fp8, launches.grid(given, SPARSE_FP8_ROWS), arguments, options)
