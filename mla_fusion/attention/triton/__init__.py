@@ -35,8 +35,8 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
     )
 
 
-def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
-    """Raise ValueError for what this provider does not support."""
+def check_types(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
+    """Raise ValueError for types and widths that this provider does not support."""
     rope = kv_cache.shape[2] - latent
     if why := unsupported(q.dtype, kv_cache.dtype, latent, rope):
         raise ValueError(f"provider 'triton': {why}; convert, or use provider 'reference'")
@@ -45,7 +45,7 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
 
 def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
-    check(given.q, given.kv_cache, given.plan.settings.v_head_dim)
+    check_types(given.q, given.kv_cache, given.plan.settings.v_head_dim)
     launch(given)
 
 
