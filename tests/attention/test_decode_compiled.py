@@ -189,12 +189,13 @@ def test_warp_specialized_of_fp8():
 
 def test_the_copy_engine_sees_rows():
     q = torch.empty(8, 130, 576, dtype=BF16)[:, :128]
-    half, quarter, rotated = query_boxes(q, 512, 128)
-    assert [box.block_shape[2] for box in (half, quarter, rotated)] == [256, 128, 64]
+    boxes = query_boxes(q, 512, 128)
+    assert [box.block_shape[2] for box in boxes.values()] == [256, 128, 64]
+    half = boxes["q_halves"]
     assert half.shape == [8, 128, 576] and half.strides == [130 * 576, 576, 1]
     # 64 heads of a token, or all of an item's of several.
     blocks = {8: [8, 8], 16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
-    assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
+    assert {n: query_boxes(q, 512, n)["q_halves"].block_shape[:2] for n in blocks} == blocks
 
 
 def test_sparse_fp8():

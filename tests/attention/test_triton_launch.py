@@ -54,17 +54,17 @@ def cache(blocks, page, block_rows=0, dtype=BF16):
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
 def test_the_copy_engine_sees_a_cache_as_rows(dtype):
-    latent, rotated, step = cache_boxes(cache(10, 64, dtype=dtype), (512, 64), 64)
+    latent, rotated, step = cache_boxes(cache(10, 64, dtype=dtype), (512, 64))
     assert (latent.shape, latent.strides, step) == ([640, 576], [576, 1], 64)
     assert (latent.block_shape, rotated.block_shape) == ([64, 512], [64, 64])
     # Half of each block is another layer's: the last row is inside the memory all the same.
-    latent, _, step = cache_boxes(cache(10, 128, block_rows=256, dtype=dtype), (512, 64), 64)
+    latent, _, step = cache_boxes(cache(10, 128, block_rows=256, dtype=dtype), (512, 64))
     assert (latent.shape, step) == ([9 * 256 + 128, 576], 256)
 
 
 @pytest.mark.parametrize("strange", [cache(9, 16), cache(9, 96), cache(9, 64, block_rows=64.5)])
 def test_tiles_in_several_pages_are_copied_by_threads(strange):
-    assert cache_boxes(strange, (512, 64), 64)[2] == 0
+    assert cache_boxes(strange, (512, 64))[2] == 0
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,13 @@ from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item,
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["launch_of"]
 WARPS = gl.constexpr(4)
 TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
 # The cache, the row of its block table for one sequence, and the tokens of an item.
 Cache = namedtuple("Cache", "pointer table block_stride begin end")
 # The query in LDS, [rows, columns]: its latents and its rotated part.
-Query = namedtuple("Query", "latents rotated")
+StoredQuery = namedtuple("StoredQuery", "latents rotated")
 
 
 @gluon.constexpr_function
@@ -291,7 +290,7 @@ def mla_decode_cdna(
     # Sixteen bytes are read at once, from each row at another place.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(128 // BITS, 1, BITS // 2, [1, 0])
     narrow: gl.constexpr = gl.SwizzledSharedLayout(128 // BITS, 1, BITS * R // 128, [1, 0])
-    query = Query(
+    query = StoredQuery(
         gl.allocate_shared_memory(TYPE, [ROWS, L], swizzled),
         gl.allocate_shared_memory(TYPE, [ROWS, R], narrow),
     )

@@ -24,8 +24,6 @@ from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, so
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["launch_of"]
-
 
 @gluon.jit
 def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
@@ -268,7 +266,7 @@ def launch_of(given: Inputs) -> Launch:
     # The slots of a sparse sequence are scattered rows.
     latents, rotated, block_rows = cache, cache, 0
     if not given.sparse:
-        latents, rotated, block_rows = common.cache_boxes(cache, given.widths, TILE.value)
+        latents, rotated, block_rows = common.cache_boxes(cache, given.widths)
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
     boxes = 2 if block_rows and (rows == 32 or few) and cache.itemsize == 1 else 1
     arguments = {

@@ -21,16 +21,13 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper import common
 from mla_fusion.attention.hopper.cards import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.common import async_load, barrier, load_layout, tma_load
-from mla_fusion.attention.plan.epilogue import EPSILON as LEAST_SCALE
+from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
 from mla_fusion.attention.plan.epilogue import largest
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["launch_of"]
-
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
 COLUMNS = gl.constexpr(PRODUCT_COLUMNS)
-EPSILON = gl.constexpr(LEAST_SCALE)
 
 
 @gluon.jit
@@ -58,20 +55,13 @@ def copy_latents(target, pointer, stride_t, left):
 
 
 @gluon.jit
-def power_of_two(scale):
-    """The least power of two that is neither below `scale` (fp32) nor `EPSILON`."""
-    bits = gl.maximum(scale, EPSILON).to(gl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def in_groups(y, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr):
     """Columns of fp32 `y` [COLUMNS, rows] over their scales, and these [rows].
 
     y * (1 / scale) and one Newton step are the rounded quotient (Markstein), without the branch of
     a division for zeros, which padding has.
     """
-    most = gl.maximum(gl.max(gl.abs(y), 0), EPSILON)
+    most = gl.maximum(gl.max(gl.abs(y), 0), LEAST_SCALE)
     scale = gl.div_rn(most, gl.full_like(most, LARGEST))
     if QUANTIZATION == "group_ue8m0":
         scale = power_of_two(scale)

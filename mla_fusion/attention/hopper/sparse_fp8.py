@@ -32,8 +32,6 @@ from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["launch_of"]
-
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM
 LARGEST_P = gl.constexpr(2.0**15)  # the largest one in fp16
@@ -42,7 +40,7 @@ VALUE = gl.constexpr(2.0**-15)
 # A cache, three times over, and the slots of a sequence: `end` of them count. codes, ropes,
 # scales: the address of the cache as e4m3, bf16 and fp32. block_units: 16 bytes each, from one
 # block to the next.
-Entries = namedtuple("Entries", "codes ropes scales block_units table end")
+ListedCache = namedtuple("ListedCache", "codes ropes scales block_units table end")
 
 # Tiles in shared memory: STAGES of entries, and more of slots. keys: [STAGES, tokens, L]. ropes:
 # [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS]. slots: [more than STAGES, tokens].
@@ -50,7 +48,7 @@ Ring = namedtuple("Ring", "keys ropes scales slots")
 
 # Rows of a query in shared memory, each times a power of two. even, odd: [rows, L / 2], its even
 # and odd latents. rope: [rows, R]. inverse: [rows], one over the power.
-Query = namedtuple("Query", "even odd rope inverse")
+ScaledQuery = namedtuple("ScaledQuery", "even odd rope inverse")
 
 
 @gluon.jit
@@ -257,8 +255,8 @@ def mla_sparse_hopper_fp8(
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
     fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and launch as `hopper.decode`, with the cache as `Entries` says and `table_ptr` of
-    its slots. A work item is a token's query.
+    """Parameters and launch as `hopper.decode`, with the cache as `ListedCache` says and
+    `table_ptr` of its slots. A work item is a token's query.
     """
     if fresh != 0:
         gdc.gdc_wait()
@@ -275,7 +273,7 @@ def mla_sparse_hopper_fp8(
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
         gl.allocate_shared_memory(gl.int32, [4, TILE], line),
     )
-    query = Query(
+    query = ScaledQuery(
         gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
         gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
         gl.allocate_shared_memory(gl.bfloat16, [ROWS, R], wide),
@@ -295,7 +293,7 @@ def mla_sparse_hopper_fp8(
         item = read_item(work, number, FORM)
         # All that follows may be written by the kernel in front.
         gdc.gdc_wait()
-        entries = Entries(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
+        entries = ListedCache(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
         tile, stop = item.begin // TILE, (item.end + TILE - 1) // TILE
         # A graph's padding has items without query rows.
         stop = gl.where(item.count > 0, stop, tile)

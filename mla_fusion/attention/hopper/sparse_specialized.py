@@ -28,13 +28,10 @@ from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["launch_of"]
-
-
 # Tiles of keys in shared memory, and two barriers of each. keys: [n, tokens, L]. ropes: [n,
 # tokens, R]; nothing reads it if R is 0. slots: [n, tokens], -1 for none. full: the gathering
 # warps have stored a tile. free: both halves are used.
-Tiles = namedtuple("Tiles", "keys ropes slots full free")
+GatheredTiles = namedtuple("GatheredTiles", "keys ropes slots full free")
 
 
 @gluon.jit
@@ -170,7 +167,7 @@ def mla_sparse_hopper_ws(
     if R > 0:
         ropes = gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, R], layout)
         q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], layout)
-    tiles = Tiles(
+    tiles = GatheredTiles(
         keys, ropes, gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], line),
         new_barriers(BUFFERS), new_barriers(BUFFERS, 2),
     )  # fmt: skip
@@ -212,15 +209,11 @@ def mla_sparse_hopper_ws(
 def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
     cache, extra = given.kv_cache, given.extra.kv_cache
-    halves, quarters, *rotated = ws.query_boxes(
-        given.q, given.widths[0], given.plan.layout.per_work
-    )
     arguments = {
         **launches.common(given), **launches.scopes(given),
+        **ws.query_boxes(given.q, given.widths[0], given.plan.layout.per_work),
         "kv_ptr": cache.view(torch.int32), "block_units": cache.stride(0) // 16,
         "extra_ptr": extra.view(torch.int32), "extra_block_units": extra.stride(0) // 16,
-        "q_halves": halves, "q_quarters": quarters,
-        "q_rotated": rotated[0] if rotated else quarters,  # read if there is one
         "fresh": int(given.plan.fresh),
     }  # fmt: skip
     options = {"num_warps": WARPS.value, "launch_pdl": True}

@@ -38,8 +38,6 @@ from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["launch_of"]
-
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
@@ -138,11 +136,10 @@ def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
     latent, rope = given.widths
     columns = latent // 2, latent // 4, rope
-    q_halves, q_quarters, q_rotated = ws.query_boxes(given.q, latent, given.plan.layout.per_work)
-    halves, quarters, rotated, block_rows = cache_boxes(given.kv_cache, columns, TILE.value)
+    halves, quarters, rotated, block_rows = cache_boxes(given.kv_cache, columns)
     arguments = {
         **launches.common(given), **launches.scales(given),
-        "q_halves": q_halves, "q_quarters": q_quarters, "q_rotated": q_rotated,
+        **ws.query_boxes(given.q, latent, given.plan.layout.per_work),
         "halves": halves, "quarters": quarters, "rotated": rotated, "block_rows": block_rows,
         "fresh": int(given.plan.fresh),
     }  # fmt: skip

@@ -7,18 +7,10 @@ import triton
 import triton.language as tl
 
 from mla_fusion import gpu
-from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
+from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, largest
 from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.kernels.triton_rows import cast
-
-LEAST_SCALE = tl.constexpr(EPSILON)
-
-
-@triton.jit
-def power_of_two(scale):
-    """The least power of two that is neither below `scale` (fp32) nor `LEAST_SCALE`."""
-    bits = tl.maximum(scale, LEAST_SCALE).to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 # A stride of 1 is not specialized: the warm-up has scales in rows, a graph may have columns.
