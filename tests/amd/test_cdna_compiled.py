@@ -31,11 +31,12 @@ def launch_of(target, kind, heads, page):
     [*SOME, *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE)],
 )
 def test_resources(target, kind, heads, page):
-    kernel, _, arguments, options = launch_of(target, kind, heads, page)
-    report = compile_report(target, kernel, (), arguments | options)
+    launch = launch_of(target, kind, heads, page)
+    kernel, _, arguments, options = launch
+    report = compile_report(target, kernel, launch.positional, options)
     assert report.spills == 0 and report.narrow_loads == 0, report
     assert report.shared <= LDS[target] and report.wide_loads > 0, report
-    given = compile.launch(target, kernel, (), arguments | options, (1, 1))
+    given = compile.launch(target, kernel, launch.positional, options, (1, 1))
     code = given.kernel.program.instructions
     # What the compiler was asked for, unless the query leaves LDS for fewer.
     fit = LDS[target] // (arguments["ROWS"] * (576 * arguments["q_ptr"].itemsize + 128))

@@ -211,7 +211,7 @@ class Program:
         """Run a `plan.launches.Launch`."""
         kernel, grid, arguments, options = given
         self.pdl, self.warps = bool(options.get("launch_pdl")), options["num_warps"]
-        named = {name: self.argument(name, value) for name, value in arguments.items()}
+        named = {name: self.argument(name, arguments[name]) for name in kernel.arg_names}
         self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]
         self.grid, function = grid, self.python(kernel)
         for self.program in itertools.product(*map(range, grid)):

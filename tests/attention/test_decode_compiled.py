@@ -50,11 +50,12 @@ def fit(result, ctas=1, warps=4):
 def test_the_width_of_the_table_is_no_variant(module, heads, options):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
     launches = [launch_of("sm_90", module, heads, BF16, columns=n, **options) for n in (1, 3, 64)]
-    arguments = [each.arguments | each.options for each in launches]
     if module is sparse_fp8:
         # Blocks may be an odd number of vectors apart: copies are of 16 bytes all the same.
-        arguments.append(arguments[0] | {"block_units": arguments[0]["block_units"] + 1})
-    assert is_one_variant("sm_90", launches[0].kernel, [((), each) for each in arguments])
+        odd = {"block_units": launches[0].arguments["block_units"] + 1}
+        launches.append(launches[0]._replace(arguments=launches[0].arguments | odd))
+    given = [(each.positional, each.options) for each in launches]
+    assert is_one_variant("sm_90", launches[0].kernel, given)
 
 
 MISTRAL_SMALL = (256, 64)
@@ -97,9 +98,9 @@ def test_decode(case, dtype):
 def test_tiles_of_two_boxes(heads):
     given = inputs(heads, FN, half_below=9)
     given.plan.step = Step(8, 8, 1)
-    kernel, _, arguments, options = decode.launch_of(given)
-    result = compile_report("sm_90", kernel, (), arguments | options)
-    assert options["num_warps"] == 8 and result.hot_spills == 0, result
+    launch = decode.launch_of(given)
+    result = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
+    assert launch.options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result
 
 
@@ -134,8 +135,8 @@ def test_pieces_are_read_when_the_decode_has_ended(epilogue):
     given = dataclasses.replace(inputs(16), epilogue=epilogue)
     given.plan.step = Step(8, 8, 1)
     with imitated("sm_90"):
-        kernel, _, arguments, options = reduce_kernel.launch_of(given)
-    order = compile_report("sm_90", kernel, (), arguments | options).order
+        launch = reduce_kernel.launch_of(given)
+    order = compile_report("sm_90", launch.kernel, launch.positional, launch.options).order
     assert order.count("PREEXIT") == (order[0] == "PREEXIT") == (epilogue is not None)
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order.count("ACQBULK") == 2
@@ -169,8 +170,8 @@ def test_warp_specialized_of_bf16(heads, queries):
 def test_stores_fill_memory_sectors():
     """Of 512 columns and 64 rows, 256 threads store 128 each: 8 bytes of bf16, 16 of partial rows
     at once; the others are LSEs."""
-    kernel, _, arguments, options = launch_of("sm_90", warp_specialized)
-    code = compile_kernel("sm_90", kernel, (), arguments | options).asm["ptx"]
+    launch = launch_of("sm_90", warp_specialized)
+    code = compile_kernel("sm_90", launch.kernel, launch.positional, launch.options).asm["ptx"]
     stores = re.findall(r"st\.global\.(\S+)", code)
     assert [stores.count(each) for each in ("v2.b32", "v4.b32")] == [2 * 32, 2 * 32]
     assert len(stores) - 4 * 32 <= 4

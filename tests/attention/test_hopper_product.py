@@ -90,8 +90,8 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     """And a given scale. Nothing may be launched before the end of the product."""
     given = behind("sm_90", 16, dense=dense, quantization=quantization)
     given = dataclasses.replace(given, out=torch.empty(64, 16, 512, dtype=BF16, device="meta"))
-    kernel, _, arguments, options = product.launch_of(given)
-    report = compile_report("sm_90", kernel, (), arguments | options)
+    launch = product.launch_of(given)
+    report = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
     before, after = " ".join(report.order).split("ACQBULK")
     assert set(before.split()) <= {"UTMALDG", "LDG"} and "UTMALDG" not in after
     assert "PREEXIT" not in after and report.spills == 0

@@ -61,6 +61,6 @@ def launch_of(target, module, *heads_and_type, **shape):
 @functools.cache
 def report(target, module, *heads_and_type, maxnreg=None, **shape):
     """Report of one decode kernel, compiled and disassembled once for all tests."""
-    kernel, _, arguments, options = launch_of(target, module, *heads_and_type, **shape)
+    given = launch_of(target, module, *heads_and_type, **shape)
     limit = {} if maxnreg is None else {"maxnreg": maxnreg}
-    return compile_report(target, kernel, (), arguments | options | limit)
+    return compile_report(target, given.kernel, given.positional, given.options | limit)

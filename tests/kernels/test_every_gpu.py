@@ -47,8 +47,8 @@ def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
         options |= {"layout": layout, "kv_dtype": dtype, "sparse": True}
         dtype = BF16
     options["widths"] = latent, rope
-    given = without_memory.launch_of(target, decode_kernel, heads, dtype, **options)
-    return given.kernel, (), given.arguments | given.options
+    launch = without_memory.launch_of(target, decode_kernel, heads, dtype, **options)
+    return launch.kernel, launch.positional, launch.options
 
 
 def reduction(target, dtype, heads, tiles):
@@ -56,16 +56,16 @@ def reduction(target, dtype, heads, tiles):
     given = without_memory.inputs(heads, BF16)
     given.plan.step = Step(tiles // given.plan.layout.fold, tiles, 1)
     with imitated(target):
-        kernel, _, arguments, options = reduce_kernel.launch_of(given)
-    return kernel, (), arguments | options
+        launch = reduce_kernel.launch_of(given)
+    return launch.kernel, launch.positional, launch.options
 
 
 def quantized(target, dtype, quantization):
     """The quantization alone."""
     epilogue = without_memory.behind(target, 16, quantization=quantization).epilogue
     with imitated(target):
-        kernel, _, arguments, options = quantize_kernel.launch_of(meta(8, 2048), epilogue)
-    return kernel, (), arguments | options
+        launch = quantize_kernel.launch_of(meta(8, 2048), epilogue)
+    return launch.kernel, launch.positional, launch.options
 
 
 def planner(target, dtype, max_batch, ctas, heads):

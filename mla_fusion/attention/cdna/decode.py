@@ -334,7 +334,7 @@ def launch_of(given: Inputs) -> Launch:
     q, cache, arch = given.q, given.kv_cache, gpu.of(given.q.device).arch
     rows, waves = rows_and_waves(arch, given.rows, q.dtype, cache.dtype, cache.shape[1])
     arguments = {
-        **launches.common(given), **launches.query(given), **launches.scales(given),
+        **launches.common(given),
         "kv_ptr": cache, "block_stride": cache.stride(0), "ROWS": rows, "BLOCK_N": TILE.value,
         "CDNA": 4 if arch == "gfx950" else 3,
     }  # fmt: skip

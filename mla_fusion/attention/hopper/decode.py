@@ -270,9 +270,8 @@ def launch_of(given: Inputs) -> Launch:
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
     boxes = 2 if block_rows and (rows == 32 or few) and cache.itemsize == 1 else 1
     arguments = {
-        **launches.common(given), **launches.query(given), **launches.scales(given),
-        **launches.caches(given), **launches.scopes(given),
-        "latents": latents, "rotated": rotated, "block_rows": block_rows, "fresh": int(plan.fresh),
+        **launches.common(given), **launches.caches(given),
+        "latents": latents, "rotated": rotated, "block_rows": block_rows,
         "ROWS": rows, "BLOCK_N": boxes * TILE.value, "BULK": block_rows > 0,
     }  # fmt: skip
     options = {"num_warps": 4 if rows == 16 and boxes == 1 else 8, "launch_pdl": True}

@@ -323,11 +323,10 @@ def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
     cache = given.kv_cache
     arguments = {
-        **launches.common(given), **launches.query(given), "sink_ptr": given.or_unused(given.sink),
+        **launches.common(given),
         "codes_ptr": cache.view(given.plan.settings.kv_dtype),
         "ropes_ptr": cache.view(torch.bfloat16), "scales_ptr": cache.view(torch.float32),
-        "block_units": cache.stride(0) // 16, "fresh": int(given.plan.fresh),
-        "ROWS": SPARSE_FP8_ROWS,
+        "block_units": cache.stride(0) // 16, "ROWS": SPARSE_FP8_ROWS,
     }  # fmt: skip
     options = {"num_warps": 4, "launch_pdl": True}
     return Launch(mla_sparse_hopper_fp8, launches.grid(given, SPARSE_FP8_ROWS), arguments, options)

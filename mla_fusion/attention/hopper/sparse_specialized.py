@@ -210,11 +210,10 @@ def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
     cache, extra = given.kv_cache, given.extra.kv_cache
     arguments = {
-        **launches.common(given), **launches.scopes(given),
+        **launches.common(given),
         **ws.query_boxes(given.q, given.widths[0], given.plan.layout.per_work),
         "kv_ptr": cache.view(torch.int32), "block_units": cache.stride(0) // 16,
         "extra_ptr": extra.view(torch.int32), "extra_block_units": extra.stride(0) // 16,
-        "fresh": int(given.plan.fresh),
     }  # fmt: skip
     options = {"num_warps": WARPS.value, "launch_pdl": True}
     return Launch(mla_sparse_hopper_ws, launches.grid(given, ROWS.value), arguments, options)

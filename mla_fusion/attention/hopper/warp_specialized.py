@@ -138,10 +138,9 @@ def launch_of(given: Inputs) -> Launch:
     columns = latent // 2, latent // 4, rope
     halves, quarters, rotated, block_rows = cache_boxes(given.kv_cache, columns)
     arguments = {
-        **launches.common(given), **launches.scales(given),
+        **launches.common(given),
         **ws.query_boxes(given.q, latent, given.plan.layout.per_work),
         "halves": halves, "quarters": quarters, "rotated": rotated, "block_rows": block_rows,
-        "fresh": int(given.plan.fresh),
     }  # fmt: skip
     options = {"num_warps": WARPS.value, "launch_pdl": True}
     return Launch(mla_decode_hopper_ws, launches.grid(given, ROWS.value), arguments, options)

@@ -1,7 +1,6 @@
 """Launches by the names of a kernel's parameters, and the arguments that decode kernels share.
 
-`common` has the arguments of every decode kernel, and each function behind it those that some
-kernels read beside them. Strides are in elements.
+Strides are in elements.
 """
 
 import dataclasses
@@ -13,19 +12,23 @@ from mla_fusion.attention.plan.layouts import CacheLayout
 
 
 class Launch(NamedTuple):
-    """The launch of a kernel. grid: CTAs in each dimension. arguments: those of all parameters of
-    the kernel, constants too, by name. options: Triton's."""
+    """The launch of a kernel. grid: CTAs in each dimension. arguments: by the names of the kernel's
+    parameters, constants too; other names are left out. options: Triton's."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, Any]
 
+    @property
+    def positional(self) -> list[Any]:
+        """The arguments in the order of the kernel's parameters."""
+        return [self.arguments[name] for name in self.kernel.arg_names]
+
     def start(self) -> None:
         """Launch the kernel on the current stream; nothing is waited for."""
         # By position: Triton copies keywords three times, 4 us for 30 of them.
-        arguments = [self.arguments[name] for name in self.kernel.arg_names]
-        self.kernel[self.grid](*arguments, **self.options)
+        self.kernel[self.grid](*self.positional, **self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,36 +75,30 @@ def form(given: Inputs) -> Form:
 
 
 def common(given: Inputs) -> dict[str, Any]:
-    """The results of a decode, the plan that it reads, the table of its first scope, and `Form`.
+    """The arguments of decode kernels, less the caches.
 
-    out_ptr is [T, H, L], lse_ptr [T, H] fp32, table_ptr [B, columns] int32; `PlanBuffers` has the
-    shapes of the others. scale: of the scores, before the scales of query and cache. heads: H.
+    q_ptr is [T, H, L + R], out_ptr [T, H, L], lse_ptr [T, H] fp32. The plan's have the shapes of
+    `PlanBuffers`. table_ptr and extra_table_ptr are [B, columns] int32, the same in a dense decode;
+    first_lens_ptr is `Sparse.lens`, sink_ptr [H] fp32. q_scale_ptr and kv_scale_ptr are one fp32
+    element each, read where query and cache are fp8. scale: of the scores, before these two.
     """
-    plan, out, table = given.plan, given.out, given.block_table
-    stride_t, stride_h, _ = out.stride()
+    q, out, plan, extra = given.q, given.out, given.plan, given.extra.table
+    q_stride_t, q_stride_h, _ = q.stride()
+    out_stride_t, out_stride_h, _ = out.stride()
     return {
-        "out_ptr": out, "lse_ptr": given.or_unused(given.lse),
+        "q_ptr": q, "q_stride_t": q_stride_t, "q_stride_h": q_stride_h, "heads": q.shape[1],
+        "out_ptr": out, "out_stride_t": out_stride_t, "out_stride_h": out_stride_h,
+        "lse_ptr": given.or_unused(given.lse),
         "partial_ptr": plan.partial_output, "partial_lse_ptr": plan.partial_lse,
         "work_indptr_ptr": plan.work_indptr, "work_info_ptr": plan.work_info_set,
-        "qo_indptr_ptr": plan.qo_indptr, "kv_indptr_ptr": plan.kv_indptr,
-        "table_ptr": table, "table_stride": table.stride(0),
-        "scale": float(given.softmax_scale), "heads": given.q.shape[1],
-        "out_stride_t": stride_t, "out_stride_h": stride_h, "FORM": form(given),
-    }  # fmt: skip
-
-
-def query(given: Inputs) -> dict[str, Any]:
-    """The query [T, H, L + R], of its own type."""
-    stride_t, stride_h, _ = given.q.stride()
-    return {"q_ptr": given.q, "q_stride_t": stride_t, "q_stride_h": stride_h}
-
-
-def scales(given: Inputs) -> dict[str, Any]:
-    """The scales of query and cache, one fp32 element each, which are read where these are fp8."""
-    return {
+        "qo_indptr_ptr": plan.qo_indptr, "kv_indptr_ptr": plan.kv_indptr, "fresh": int(plan.fresh),
+        "table_ptr": given.block_table, "table_stride": given.block_table.stride(0),
+        "extra_table_ptr": extra, "extra_table_stride": extra.stride(0),
+        "first_lens_ptr": plan.kv_indptr if given.sparse is None else given.sparse.lens,
+        "sink_ptr": given.or_unused(given.sink), "scale": float(given.softmax_scale),
         "q_scale_ptr": given.or_unused(given.q_scale),
-        "kv_scale_ptr": given.or_unused(given.kv_scale),
-    }
+        "kv_scale_ptr": given.or_unused(given.kv_scale), "FORM": form(given),
+    }  # fmt: skip
 
 
 def caches(given: Inputs) -> dict[str, Any]:
@@ -114,15 +111,4 @@ def caches(given: Inputs) -> dict[str, Any]:
     return {
         "kv_ptr": cache, "block_stride": cache.stride(0),
         "extra_ptr": extra, "extra_block_stride": extra.stride(0),
-    }  # fmt: skip
-
-
-def scopes(given: Inputs) -> dict[str, Any]:
-    """The table of the second scope, [B, columns] int32; how many columns of the first one count,
-    [B] int32; and the sinks, [H] fp32."""
-    sparse, table = given.sparse, given.extra.table
-    lens = given.plan.kv_indptr if sparse is None else sparse.lens
-    return {
-        "extra_table_ptr": table, "extra_table_stride": table.stride(0),
-        "first_lens_ptr": lens, "sink_ptr": given.or_unused(given.sink),
     }  # fmt: skip

@@ -231,8 +231,7 @@ def launch_of(given: Inputs) -> Launch:
     rows, warps = tile(given.rows, latent, rope, given.layout is not None, is_amd)
     half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
     arguments = {
-        **launches.common(given), **launches.query(given), **launches.scales(given),
-        **launches.caches(given), **launches.scopes(given),
+        **launches.common(given), **launches.caches(given),
         "L_PAD": next_power_of_two(latent), "R_PAD": next_power_of_two(rope), "ROWS": rows,
         "BLOCK_N": 16, "DOT": tl.float16 if half else tl.bfloat16,
     }  # fmt: skip
