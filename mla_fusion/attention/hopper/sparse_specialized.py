@@ -208,7 +208,8 @@ def mla_sparse_hopper_ws(
 
 def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
-    cache, extra = given.kv_cache, given.extra.kv_cache
+    assert given.sparse is not None, "its card takes no other decode"
+    cache, extra = given.kv_cache, given.sparse.extra.kv_cache
     arguments = {
         **launches.common(given),
         **ws.query_boxes(given.q, given.widths[0], given.plan.layout.per_work),

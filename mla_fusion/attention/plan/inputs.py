@@ -1,7 +1,6 @@
 """The arguments of a persistent decode, checked before anything is launched."""
 
 import dataclasses
-import functools
 import math
 import numbers
 import operator
@@ -73,13 +72,6 @@ class Inputs:
     @property
     def sink(self) -> torch.Tensor | None:
         return None if self.sparse is None else self.sparse.sink
-
-    @functools.cached_property
-    def extra(self) -> Scope:
-        """The last scope, which is the only one in a dense decode."""
-        if self.sparse is None:
-            return Scope(self.kv_cache, self.block_table)
-        return self.sparse.extra
 
     def entry(self, cache: torch.Tensor) -> int:
         """Elements from one entry of a page to the next."""

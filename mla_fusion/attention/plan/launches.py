@@ -64,7 +64,8 @@ def grid(given: Inputs, rows: int) -> tuple[int, int]:
 def form(given: Inputs) -> Form:
     """The constants of a decode."""
     (latent, rope), layout = given.widths, given.plan.layout
-    cache, extra, sparse = given.kv_cache, given.extra.kv_cache, given.sparse
+    cache, sparse = given.kv_cache, given.sparse
+    extra = cache if sparse is None else sparse.extra.kv_cache
     return _form_of(
         L=latent, R=rope, HEADS=layout.per_work, FOLD=layout.fold,
         ENTRY=given.entry(cache), PAGE=cache.shape[1],
@@ -82,7 +83,10 @@ def common(given: Inputs) -> dict[str, Any]:
     first_lens_ptr is `Sparse.lens`, sink_ptr [H] fp32. q_scale_ptr and kv_scale_ptr are one fp32
     element each, read where query and cache are fp8. scale: of the scores, before these two.
     """
-    q, out, plan, extra = given.q, given.out, given.plan, given.extra.table
+    q, out, plan, table, sparse = given.q, given.out, given.plan, given.block_table, given.sparse
+    extra, lens = table, plan.kv_indptr
+    if sparse is not None:
+        extra, lens = sparse.extra.table, sparse.lens
     q_stride_t, q_stride_h, _ = q.stride()
     out_stride_t, out_stride_h, _ = out.stride()
     return {
@@ -92,9 +96,8 @@ def common(given: Inputs) -> dict[str, Any]:
         "partial_ptr": plan.partial_output, "partial_lse_ptr": plan.partial_lse,
         "work_indptr_ptr": plan.work_indptr, "work_info_ptr": plan.work_info_set,
         "qo_indptr_ptr": plan.qo_indptr, "kv_indptr_ptr": plan.kv_indptr, "fresh": int(plan.fresh),
-        "table_ptr": given.block_table, "table_stride": given.block_table.stride(0),
+        "table_ptr": table, "table_stride": table.stride(0), "first_lens_ptr": lens,
         "extra_table_ptr": extra, "extra_table_stride": extra.stride(0),
-        "first_lens_ptr": plan.kv_indptr if given.sparse is None else given.sparse.lens,
         "sink_ptr": given.or_unused(given.sink), "scale": float(given.softmax_scale),
         "q_scale_ptr": given.or_unused(given.q_scale),
         "kv_scale_ptr": given.or_unused(given.kv_scale), "FORM": form(given),
@@ -104,7 +107,8 @@ def common(given: Inputs) -> dict[str, Any]:
 def caches(given: Inputs) -> dict[str, Any]:
     """The caches of both scopes [blocks, page_size, L + R]; one of bytes counts as its e4m3 values.
     Without a second scope the first one is both."""
-    cache, extra = given.kv_cache, given.extra.kv_cache
+    cache, sparse = given.kv_cache, given.sparse
+    extra = cache if sparse is None else sparse.extra.kv_cache
     if given.layout is not None:
         dtype = given.plan.settings.kv_dtype
         cache, extra = cache.view(dtype), extra.view(dtype)
