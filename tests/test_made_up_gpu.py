@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from mla_fusion import cli, gpu
 from mla_fusion.attention import cards, triton
 from mla_fusion.attention.card import Card, Shape
+from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.cli.calibrate import measure
 from mla_fusion.cli.check import model_config, persistent_decode
 from mla_fusion.cli.child import Job
@@ -42,7 +43,7 @@ h200, forget_providers = test_decode_choice.h200, test_doctor.forget_providers
 def launches(monkeypatch):
     """The card is in the registry, and its kernel keeps its launches."""
     kernel = Launches()
-    module = SimpleNamespace(arguments=lambda given: ((7, 1), (), {}), kernel=kernel)
+    module = SimpleNamespace(launch_of=lambda given: Launch(kernel, (7, 1), {}, {}))
     monkeypatch.setitem(sys.modules, f"mla_fusion.attention.{KERNEL}", module)
     monkeypatch.setattr(cards, "CARDS", (CARD, *cards.CARDS))
     imitate(monkeypatch, "sm_100", name=NAME)

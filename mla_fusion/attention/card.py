@@ -73,8 +73,8 @@ FEW = (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16
 class Card:
     """The facts of a decode kernel. A GPU launches the first of its cards that takes a decode.
 
-    name: its module below `mla_fusion.attention`, which has `arguments(given) -> Launch` and
-    `kernel`. archs: the architectures for which it compiles; empty for every one.
+    name: its module below `mla_fusion.attention`, which has `launch_of(given) -> Launch`.
+    archs: the architectures for which it compiles; empty for every one.
     why_not: why it does not take these inputs; empty if it does.
     plans: whether a decode is planned for this kernel, unless an earlier card plans it.
     settings: the arguments of `PersistentDecodePlan.allocate` for such a decode.

@@ -41,8 +41,8 @@ def inputs(q=(8, 64, 576), **options):
 def chosen(given):
     """What decodes: kernel, query rows and warps of a program, and waves of a SIMD on AMD."""
     card = cards.chosen(gpu.of(given.q.device), given)
-    (_, blocks), _, options = card.module.arguments(given)
-    rows = options.get("ROWS", 64)
+    _, (_, blocks), arguments, options = card.module.launch_of(given)
+    rows = arguments.get("ROWS", 64)
     assert blocks == -(-given.rows // rows)
     waves = [options[name] for name in ("waves_per_eu",) if name in options]
     return card.name, rows, options["num_warps"], *waves
@@ -114,7 +114,7 @@ def test_ctas_of_16_rows_share_sms_with_many_sequences(batch, ctas, warps):
     settings = choice.plan_settings(16, 1, FN, 576, "cuda")
     given = inputs((batch, 16, 576), dtype=FN, **settings)
     given.plan.step = Step(batch, batch, 1)
-    (grid, _), _, options = cards.chosen(gpu.of("cuda"), given).module.arguments(given)
+    _, (grid, _), _, options = cards.chosen(gpu.of("cuda"), given).module.launch_of(given)
     assert (grid, options["num_warps"]) == (ctas, warps)
     assert grid == given.plan.rules.busy_ctas(batch)
 
