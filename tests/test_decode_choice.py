@@ -34,7 +34,7 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
     monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90")
-    facts = {"found": eligibility.LayerFacts(None, BF16, BF16)}
+    facts = {"found": eligibility.LayerFacts(None, BF16, BF16, BF16)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
     monkeypatch.setattr(eligibility, "why_no_decode", lambda *_: None)
     return facts
@@ -121,14 +121,14 @@ def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine
     choice = choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
     h200["found"] = eligibility.LayerFacts(
-        Decline("portable-attention", "a sliding window"), BF16, BF16
+        Decline("portable-attention", "a sliding window"), BF16, BF16, BF16
     )
     choice = choose(layer(), AUTO, engine())
     assert not choice.planner and "a sliding window" in choice.why
 
 
 def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
-    h200["found"] = eligibility.LayerFacts(None, FP8, FP8)
+    h200["found"] = eligibility.LayerFacts(None, FP8, FP8, BF16)
     assert choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
     drafts = choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
     runs = "portable with 1 to 256 sequences (auto: as measured)"

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -230,24 +230,31 @@ def fp8_dtype() -> torch.dtype:
     return _platform().fp8_dtype()
 
 
-def absorb_weight(layer: Any, name: str = "W_UK_T") -> torch.Tensor | None:
-    """W_UK [H, P, L] of an MLA layer, or another weight; None if it is packed. Up to 0.33 `W_UK_T`
-    is the tensor; vllm#55741 (open) puts an object with it as `weight` there."""
+class Weights(NamedTuple):
+    """The weights with which an MLA layer decodes; None where it holds no plain tensor.
+
+    packed: format in which AITER's products take both, in vLLM's precedence; empty if none does.
+    """
+
+    packed: str
+    w_uk: torch.Tensor | None  # [H, P, L]
+    w_uv: torch.Tensor | None  # [H, L, V]; None with a packed format
+
+
+def weights(layer: Any) -> Weights:
+    """The weights of an MLA layer as they are now: a reload may put other tensors there."""
+    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
+    packed = next(kinds, "")
+    return Weights(packed, _plain(layer, "W_UK_T"), None if packed else _plain(layer, "W_UV"))
+
+
+def _plain(layer: Any, name: str) -> torch.Tensor | None:
+    """Up to 0.33 the tensor has this name; vllm#55741 (open) puts an object with it as `weight`
+    there."""
     kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
     return weight if plain else None
-
-
-def value_weight(layer: Any) -> torch.Tensor | None:
-    """W_UV [H, L, V] of an MLA layer; None if it is packed."""
-    return None if packed_weight(layer) else absorb_weight(layer, "W_UV")
-
-
-def packed_weight(layer: Any) -> str:
-    """Format of W_UK for AITER's products, in vLLM's precedence; empty if it is a plain tensor."""
-    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
-    return next(kinds, "")
 
 
 def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
