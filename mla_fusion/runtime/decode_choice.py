@@ -58,20 +58,20 @@ def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
 
 def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
-    if not measured.has_measurements(engine.gpu):
+    found, backend, most = engine.measured, layer.attn_backend.get_name(), engine.sequences
+    if not found.spans:
         return Choice()
-    backend, most = layer.attn_backend.get_name(), engine.sequences
     kernel = _name(facts.query), layer.num_heads, engine.rows
-    why = engine.unmeasured or _not_measured(layer, engine, facts)
-    if why := why or measured.why_not_run(engine.gpu, kernel):
+    why = found.why_not or _not_measured(layer, engine, facts) or found.why_not_run(kernel)
+    if why:
         return Choice(why=f"{backend} (auto: {why})")
-    key, spans = (*kernel, backend), measured.spans(engine.gpu, engine.context)
-    runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
-    source = measured.source(engine.gpu, key)
+    key = *kernel, backend
+    runs = tuple((a, min(b, most)) for a, b in found.spans.get(key, ()) if a <= most)
+    source = found.source(key)
     if not runs:
-        found = "measured slower than it" if key in spans else "not measured against it"
+        why = "measured slower than it" if key in found.spans else "not measured against it"
         shape = f"{measured.heads_and_rows(kernel)} in {_name(facts.query)}"
-        return Choice(why=f"{backend} (auto: {found}{source} with {shape})")
+        return Choice(why=f"{backend} (auto: {why}{source} with {shape})")
     steps = f"with {measured.words(runs)} sequences"
     steps += "" if runs == ((1, most),) else f", {backend} else"
     return Choice("portable", runs, f"portable {steps} (auto: as measured{source})")
@@ -123,5 +123,5 @@ def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     sizes = model.hf_text_config
     widths = getattr(sizes, "kv_lora_rank", 0), getattr(sizes, "qk_rope_head_dim", 0)
     kernel = _name(dtype), heads, config.query_rows(vllm_config)
-    listed = measured.is_listed(vllm_compat.gpu_name(), model.max_model_len, kernel)
-    return listed and widths == measured.WIDTHS and not measured.why_no_engine(vllm_config, options)
+    found = measured.Measurements.of(vllm_config, options)
+    return widths == measured.WIDTHS and found.favour(kernel)
