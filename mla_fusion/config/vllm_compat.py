@@ -290,10 +290,9 @@ def chose_sparse_backend(vllm_config: Any) -> bool:
     return bool(asked and custom.get_path() == SPARSE_BACKEND)
 
 
-def may_have_sparse_layers(vllm_config: Any) -> bool:
-    """True if a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
-    made = SPARSE_BACKEND.rpartition(".")[0] in sys.modules  # imported for the first layer
-    return made or chose_sparse_backend(vllm_config)
+def made_sparse_layers() -> bool:
+    """True if a layer of this process may be of `SPARSE_BACKEND`: the first one imports it."""
+    return SPARSE_BACKEND.rpartition(".")[0] in sys.modules
 
 
 def sparse_backend() -> tuple[Any, Any]:

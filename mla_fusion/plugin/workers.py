@@ -66,13 +66,15 @@ def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
 def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`load_model` of a worker, after which its layers have what persistent and sparse decodes
     need: it must be there before vLLM measures what memory is left."""
-    take_deepseek_v4(self.vllm_config)
+    chosen = vllm_compat.chose_sparse_backend(self.vllm_config)
+    if chosen:
+        take_deepseek_v4(self.vllm_config.model_config.architecture)
     result = load_model(self, *args, **kwargs)
-    layers = self.vllm_config.compilation_config.static_forward_context
-    if vllm_compat.may_have_sparse_layers(self.vllm_config):
+    if chosen or vllm_compat.made_sparse_layers():
         from mla_fusion.runtime import sparse_step
 
-        sparse_step.attach(layers, self.vllm_config)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        sparse_step.attach(layers, self.vllm_config, chosen)
     if config.is_on(self.vllm_config):
         from mla_fusion.runtime.engine import Engine
 
@@ -94,20 +96,19 @@ def attach(engine: Any) -> None:
         setattr(engine.layers[name], layer_state.ATTRIBUTE, state)
 
 
-def take_deepseek_v4(vllm_config: Any) -> None:
+def take_deepseek_v4(architecture: str) -> None:
     """Why: the class of these layers is what a function of the model's module returns, which takes
     the backend CUSTOM for its default.
 
     How: before a worker of an engine with CUSTOM makes its model, that function is replaced: it
-    returns a subclass that decodes the steps of `runtime.deepseek_v4` here. An engine without
-    CUSTOM gets vLLM's class. Until: vLLM asks its registry of backends for these layers too.
+    returns a subclass that decodes the steps of `runtime.deepseek_v4` here. A later engine of the
+    process without CUSTOM gets vLLM's class. Until: vLLM asks its registry of backends for these
+    layers too.
     """
     from vllm.platforms import current_platform
 
-    if not (current_platform.is_cuda() and vllm_compat.chose_sparse_backend(vllm_config)):
-        return
-    known = models.facts(vllm_config.model_config.architecture)
-    if not known.package:
+    known = models.facts(architecture)
+    if not (current_platform.is_cuda() and known.package):
         return
     from mla_fusion.runtime import deepseek_v4
 
