@@ -346,8 +346,7 @@ def test_the_report_names_who_decodes_once(h200):
     ],
 )
 def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, changes, page):
-    config = engine(page=16, options={"provider": "triton", **options}, **changes)
-    assert decode_choice.page_of(config) == page
-    chosen = engine(page=16, options={"provider": "triton", "attention": "portable"})
-    chosen.cache_config.user_specified_block_size = True
-    assert decode_choice.page_of(chosen) == 0
+    config, given = engine(page=16, **changes), Options("triton", **options)
+    assert decode_choice.page_of(config, given) == page
+    config.cache_config.user_specified_block_size = True
+    assert decode_choice.page_of(config, given) == 0

@@ -144,10 +144,10 @@ def facts(
     query, cache = activation, _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
     if layer.kv_cache_dtype.startswith("fp8"):
         query, cache = fp8 if layer.impl.supports_quant_query_input else activation, fp8
+    no_product = _no_product(weights.w_uv, activation)
     decline = _decline(layer, provider, weights, activation, cache)
     if decline is None and attention in PLANNED:
         decline = why_no_decode(layer, attention, query, cache, query_len)
-    no_product = _no_product(weights.w_uv, activation)
     return LayerFacts(decline, query, cache, activation, no_product, attention)
 
 

@@ -231,26 +231,22 @@ def fp8_dtype() -> torch.dtype:
 
 
 class Weights(NamedTuple):
-    """The weights with which an MLA layer decodes; None where it holds no plain tensor.
+    """The weights with which an MLA layer decodes; None where it holds no plain tensor."""
 
-    packed: format in which AITER's products take both, in vLLM's precedence; empty if none does.
-    """
-
-    packed: str
+    packed: str  # format in which AITER's products take both; empty if vLLM's own do
     w_uk: torch.Tensor | None  # [H, P, L]
     w_uv: torch.Tensor | None  # [H, L, V]; None with a packed format
 
 
 def weights(layer: Any) -> Weights:
     """The weights of an MLA layer as they are now: a reload may put other tensors there."""
-    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
-    packed = next(kinds, "")
+    formats = ("fp4", "fp8")  # in vLLM's precedence
+    packed = next((k for k in formats if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", 0)), "")
     return Weights(packed, _plain(layer, "W_UK_T"), None if packed else _plain(layer, "W_UV"))
 
 
 def _plain(layer: Any, name: str) -> torch.Tensor | None:
-    """Up to 0.33 the tensor has this name; vllm#55741 (open) puts an object with it as `weight`
-    there."""
+    """Up to 0.33 a tensor has this name; vllm#55741 (open) has an object with it as `weight`."""
     kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
@@ -340,11 +336,10 @@ def write_cache_slots(
     from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as module
 
     tokens, width = chosen.shape
-    page = metadata.block_size
-    rows = {"BLOCK_STRIDE_ROWS": page} if hasattr(module, "flat_kv_row_view") else {}
+    rows = {"BLOCK_STRIDE_ROWS": metadata.block_size} if hasattr(module, "flat_kv_row_view") else {}
     module.triton_convert_req_index_to_global_index(
         metadata.req_id_per_token[:tokens], metadata.block_table, chosen, starts, out,
-        BLOCK_SIZE=page, NUM_TOPK_TOKENS=width, **rows,
+        BLOCK_SIZE=metadata.block_size, NUM_TOPK_TOKENS=width, **rows,
     )  # fmt: skip
 
 

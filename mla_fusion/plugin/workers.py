@@ -1,12 +1,11 @@
 """The work of a worker once it has loaded its model, before its first request, and in each step."""
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from mla_fusion import config
-from mla_fusion.config import models, vllm_compat
+from mla_fusion.config import vllm_compat
+from mla_fusion.plugin import sparse
 from mla_fusion.plugin.wrap import replace, wrap
 
 ENGINE = "_mla_fusion_engine"  # on a worker whose flag is on, once its model is loaded
@@ -68,7 +67,7 @@ def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwar
     need: it must be there before vLLM measures what memory is left."""
     chosen = vllm_compat.chose_sparse_backend(self.vllm_config)
     if chosen:
-        take_deepseek_v4(self.vllm_config.model_config.architecture)
+        sparse.take_deepseek_v4(self.vllm_config.model_config.architecture)
     result = load_model(self, *args, **kwargs)
     if chosen or vllm_compat.made_sparse_layers():
         from mla_fusion.runtime import sparse_step
@@ -94,34 +93,6 @@ def attach(engine: Any) -> None:
 
     for name, state in layer_state.make(engine).items():
         setattr(engine.layers[name], layer_state.ATTRIBUTE, state)
-
-
-def take_deepseek_v4(architecture: str) -> None:
-    """Why: the class of these layers is what a function of the model's module returns, which takes
-    the backend CUSTOM for its default.
-
-    How: before a worker of an engine with CUSTOM makes its model, that function is replaced: it
-    returns a subclass that decodes the steps of `runtime.deepseek_v4` here. A later engine of the
-    process without CUSTOM gets vLLM's class. Until: vLLM asks its registry of backends for these
-    layers too.
-    """
-    from vllm.platforms import current_platform
-
-    known = models.facts(architecture)
-    if not (current_platform.is_cuda() and known.package):
-        return
-    from mla_fusion.runtime import deepseek_v4
-
-    def select(original: Callable[..., Any], vllm_config: Any) -> Any:
-        selected = original(vllm_config)
-        chosen = vllm_compat.chose_sparse_backend(vllm_config)
-        if not (chosen and hasattr(selected, "_forward_decode")):
-            return selected
-        slots = pkgutil.resolve_name(f"{known.package}.{known.slots}")
-        return deepseek_v4.decoded_here(selected, known.kinds, slots)
-
-    module, function = known.select.split(":")
-    wrap(importlib.import_module(f"{known.package}.{module}"), function, select)
 
 
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

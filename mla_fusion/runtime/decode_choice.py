@@ -102,19 +102,18 @@ def described(choices: Iterable[Choice], options: config.Options) -> str:
     return "; ".join(filter(None, found)) or options.attention
 
 
-def page_of(vllm_config: Any) -> int:
+def page_of(vllm_config: Any, options: config.Options) -> int:
     """Tokens of a page of the KV cache that a kernel of this GPU needs: Hopper's copy engine takes
     a tile from within a page only, and none from the 16 tokens of some backends. 0 where an engine
     needs no such page, or its operator named one."""
-    options = config.read_options(vllm_config.additional_config)
-    attention = options.attention
-    ours = attention == "portable" or (attention == "auto" and _is_listed(options, vllm_config))
-    if not ours or vllm_config.cache_config.user_specified_block_size:
+    if vllm_config.cache_config.user_specified_block_size:
+        return 0
+    if options.attention != "portable" and not _may_be_ours(vllm_config, options):
         return 0
     return max(card.page for card in cards.of(gpu.Gpu(arch=vllm_compat.gpu_arch())))
 
 
-def _is_listed(options: config.Options, vllm_config: Any) -> bool:
+def _may_be_ours(vllm_config: Any, options: config.Options) -> bool:
     """Whether `auto` may come to the portable decode, before the layers and their backend exist."""
     model = vllm_config.model_config
     fp8 = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
