@@ -139,7 +139,7 @@ class LastStep(InductorPass):
 
 
 def _fix(graph: fx.Graph, record: report.RangeReport) -> None:
-    MLAFixFunctionalizationPass(None)(graph)
+    MLAFixFunctionalizationPass()(graph)
 
 
 def _hidden() -> None:
