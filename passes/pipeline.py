@@ -199,6 +199,7 @@ def fuse(graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.Range
 def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:
     """`facts` by the argument of an op; of a name without a value, if all agree."""
     known: dict[Any, eligibility.LayerFacts] = {**facts}
+    # Who decodes, and with which weights, matters to a pass by the output alone.
     if len({(f.decline, f.query, f.cache, f.plain_output) for f in facts.values()}) == 1:
         known[None] = next(iter(facts.values()))
 
