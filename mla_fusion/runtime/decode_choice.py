@@ -58,9 +58,10 @@ def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
 
 def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
-    found, backend, most = engine.measured, layer.attn_backend.get_name(), engine.sequences
+    found = engine.measured
     if not found.spans:
         return Choice()
+    backend, most = layer.attn_backend.get_name(), engine.sequences
     kernel = _name(facts.query), layer.num_heads, engine.rows
     why = found.why_not or _not_measured(layer, engine, facts) or found.why_not_run(kernel)
     if why:
