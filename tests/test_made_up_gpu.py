@@ -109,7 +109,7 @@ def test_auto_goes_by_its_file_and_page(auto, monkeypatch):
     assert (choice.planner, choice.runs) == ("portable", ((1, 64),))
     assert not choose(layer(64, "CUTLASS_MLA"), AUTO, engine()).planner
     config = engine(page=16, options={"provider": "triton"})
-    assert decode_choice.page_of(config) == CARD.page
+    assert decode_choice.page_of(config, AUTO) == CARD.page
     monkeypatch.setattr(measured, "triton_version", lambda: (3, 9))
     left = choose(layer(backend="CUTLASS_MLA"), AUTO, engine())
     assert not left.planner and "has not run with Triton 3.9" in left.why

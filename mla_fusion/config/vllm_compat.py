@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -230,24 +230,27 @@ def fp8_dtype() -> torch.dtype:
     return _platform().fp8_dtype()
 
 
-def absorb_weight(layer: Any, name: str = "W_UK_T") -> torch.Tensor | None:
-    """W_UK [H, P, L] of an MLA layer, or another weight; None if it is packed. Up to 0.33 `W_UK_T`
-    is the tensor; vllm#55741 (open) puts an object with it as `weight` there."""
+class Weights(NamedTuple):
+    """The weights with which an MLA layer decodes; None where it holds no plain tensor."""
+
+    packed: str  # format in which AITER's products take both; empty if vLLM's own do
+    w_uk: torch.Tensor | None  # [H, P, L]
+    w_uv: torch.Tensor | None  # [H, L, V]; None with a packed format
+
+
+def weights(layer: Any) -> Weights:
+    """The weights of an MLA layer as they are now: a reload may put other tensors there."""
+    formats = ("fp4", "fp8")  # in vLLM's precedence
+    packed = next((k for k in formats if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", 0)), "")
+    return Weights(packed, _plain(layer, "W_UK_T"), None if packed else _plain(layer, "W_UV"))
+
+
+def _plain(layer: Any, name: str) -> torch.Tensor | None:
+    """Up to 0.33 a tensor has this name; vllm#55741 (open) has an object with it as `weight`."""
     kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
     return weight if plain else None
-
-
-def value_weight(layer: Any) -> torch.Tensor | None:
-    """W_UV [H, L, V] of an MLA layer; None if it is packed."""
-    return None if packed_weight(layer) else absorb_weight(layer, "W_UV")
-
-
-def packed_weight(layer: Any) -> str:
-    """Format of W_UK for AITER's products, in vLLM's precedence; empty if it is a plain tensor."""
-    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
-    return next(kinds, "")
 
 
 def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,10 +286,9 @@ def chose_sparse_backend(vllm_config: Any) -> bool:
     return bool(asked and custom.get_path() == SPARSE_BACKEND)
 
 
-def may_have_sparse_layers(vllm_config: Any) -> bool:
-    """True if a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
-    made = SPARSE_BACKEND.rpartition(".")[0] in sys.modules  # imported for the first layer
-    return made or chose_sparse_backend(vllm_config)
+def made_sparse_layers() -> bool:
+    """True if a layer of this process may be of `SPARSE_BACKEND`: the first one imports it."""
+    return SPARSE_BACKEND.rpartition(".")[0] in sys.modules
 
 
 def sparse_backend() -> tuple[Any, Any]:
@@ -334,11 +336,10 @@ def write_cache_slots(
     from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as module
 
     tokens, width = chosen.shape
-    page = metadata.block_size
-    rows = {"BLOCK_STRIDE_ROWS": page} if hasattr(module, "flat_kv_row_view") else {}
+    rows = {"BLOCK_STRIDE_ROWS": metadata.block_size} if hasattr(module, "flat_kv_row_view") else {}
     module.triton_convert_req_index_to_global_index(
         metadata.req_id_per_token[:tokens], metadata.block_table, chosen, starts, out,
-        BLOCK_SIZE=page, NUM_TOPK_TOKENS=width, **rows,
+        BLOCK_SIZE=metadata.block_size, NUM_TOPK_TOKENS=width, **rows,
     )  # fmt: skip
 
 

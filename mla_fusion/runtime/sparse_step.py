@@ -216,13 +216,12 @@ def declined(vllm_config: Any, found: dict[str, bool], slower: str) -> Decline |
     return Decline("sparse-slower", slower) if slower else None
 
 
-def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
+def attach(layers: Mapping[str, Any], vllm_config: Any, chosen: bool) -> None:
     """Give each layer of the backend CUSTOM, or its implementation, what it shares with those of
     its shape in `layers`, which own it; None where vLLM decodes every step. The log says both, and
-    each reason, once; also of sparse layers with another backend than CUSTOM, which was chosen."""
+    each reason, once; if CUSTOM was `chosen`, also of sparse layers with another backend."""
     said: Counter[tuple[int, str]] = Counter()
     shared: dict[tuple[Any, ...], Shared] = {}
-    chosen = vllm_compat.chose_sparse_backend(vllm_config)
     for layer in layers.values():
         v4 = hasattr(layer, "swa_cache_layer")
         owner: Any = layer if v4 else getattr(layer, "impl", None)
