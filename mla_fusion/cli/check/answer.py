@@ -22,6 +22,13 @@ _SNAPSHOT = re.compile(r"/models--(.+?)--(.+)/snapshots/[^/]+$")  # in the Hub's
 class Settings(argparse.Namespace):
     """The engine that the user would start, and how it is cut: the command's arguments."""
 
+    checkpoint = "auto"  # the type of the KV cache that vLLM takes from the checkpoint
+
+    @property
+    def cache(self) -> str:
+        """The type of the KV cache: --kv-cache-dtype, or without it the checkpoint's."""
+        return self.checkpoint if self.kv_cache_dtype == "auto" else str(self.kv_cache_dtype)
+
     @property
     def requests(self) -> int:
         """Requests at once: --max-num-seqs, or the number that is assumed without it."""
