@@ -197,7 +197,7 @@ def test_backends_go_with_the_decode(attention, platforms, aiters):
 
 def model_of(config):
     [name] = config["architectures"]
-    return model_config.Model(Path("c"), config, name, name, ())
+    return model_config.Model(Path("c"), config, name, name, (config["model_type"],))
 
 
 def cut_of(config, layers=2, ranks=1):

@@ -64,26 +64,17 @@ def find(settings: Settings) -> Answer:
     cli.require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)
-    source = model_classes.look_up(model)
-    if "auto_map" not in model.config and not source.knows_type:
-        raise UserError(
-            f"{model.path}: neither this vLLM nor Transformers knows the model type "
-            f"{model.config['model_type']!r}, and no auto_map names its code"
-        )
     settings.checkpoint = model.cache
     details = ["checked by its configuration, this vLLM's source and environment, no engine"]
     try:
-        if source.decline:
-            raise Declined(source.decline.code, source.decline.detail)
-        if source.refusal:
-            raise UserError(source.refusal)
+        offered = model_classes.look_up(model)
         cut = model_config.cut(model, settings.layers, settings.tensor_parallel_size)
         settings.speculative_tokens = max(settings.speculative_tokens, int(cut.draft))
         details = [f"checked as: {cut.changed}"]
         brings_code = bool(model.config.get("auto_map"))
         predicts = bool(model.config.get("num_nextn_predict_layers"))
         serve = settings.serve(cut.draft, predicts, brings_code)
-        backends = _backends(settings, cut, source)
+        backends = _backends(settings, cut, offered)
         notes = _of_checkpoint(settings, cut, backends)
         notes += persistent_decode.ask(settings, cut) + _known_trouble(settings.cache)
     except Declined as error:
@@ -165,13 +156,13 @@ def _cpu_lacks(settings: Settings, cut: model_config.Cut) -> str:
 
 
 def _backends(
-    settings: Settings, cut: model_config.Cut, source: model_classes.ModelClass
+    settings: Settings, cut: model_config.Cut, offered: dict[str, list[model_classes.Backend]]
 ) -> dict[str, list[str]]:
     """For each platform, the attention backends for which the engine's answer holds."""
     heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
     found = {
-        platform: [each.name for each in all_ if each.takes(heads, cut.head_size, settings.cache)]
-        for platform, all_ in source.backends.items()
+        platform: [x.name for x in backends if x.takes(heads, cut.head_size, settings.cache)]
+        for platform, backends in offered.items()
     }
     # AITER's decode is for AMD GPUs, and the portable one is not for vLLM's backends with AITER's.
     amd = found.get("amd", [])

@@ -17,7 +17,7 @@ from mla_fusion.cli import UserError
 from mla_fusion.cli.check.model_config import Model
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.eligibility import why_not_here, why_sparse
-from mla_fusion.report.reasons import Decline
+from mla_fusion.report.reasons import Decline, Declined
 
 PLATFORMS = {"nvidia": "cuda.py", "amd": "rocm.py"}  # and their files in vLLM/platforms
 _FOLDER = "v1/attention/backends"
@@ -50,31 +50,27 @@ class Backend:
         return fits and f'"{cache}"' in self.caches
 
 
-@dataclass(frozen=True)
-class ModelClass:
-    """All that `check` asks vLLM's source about the class of a `Model`."""
-
-    knows_type: bool  # of `knows_type` for one of its types
-    refusal: str  # why no engine can have a model of the class; empty if one can
-    backends: dict[str, list[Backend]]  # for each of `PLATFORMS` on which it may be compiled
-    decline: Decline | None  # of `decide`
-
-
-def look_up(model: Model) -> ModelClass:
-    """The facts of a model's class."""
-    name, compiled, refusal = model.architecture, where_compiled(model.architecture), ""
+def look_up(model: Model) -> dict[str, list[Backend]]:
+    """The backends on each of `PLATFORMS` on which vLLM may compile the model's class. Raises
+    Declined as `decide`, and a UserError if no engine can have the model."""
+    name, compiled = model.architecture, where_compiled(model.architecture)
+    if "auto_map" not in model.config and not any(map(knows_type, model.kinds)):
+        raise UserError(
+            f"{model.path}: neither this vLLM nor Transformers knows the model type "
+            f"{model.config['model_type']!r}, and no auto_map names its code"
+        )
+    if decline := decide(model.config, name):
+        raise Declined(decline.code, decline.detail)
     if not is_known(name):
-        refusal = f'{model.path}: "architectures" has to name a class of this vLLM or of '
-        refusal += f"Transformers, and {name} is none"
-    elif is_draft_head(name) and not model.facts.target:
-        refusal = f"{name} is a draft head, which vLLM runs beside its target: give the target's "
-        refusal += "config"
-    return ModelClass(
-        any(map(knows_type, model.kinds)),
-        refusal,
-        {at: backends(at) for at in PLATFORMS if compiled is None or at in compiled},
-        decide(model.config, name),
-    )
+        raise UserError(
+            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
+            f"and {name} is none"
+        )
+    if is_draft_head(name) and not model.facts.target:
+        raise UserError(
+            f"{name} is a draft head, which vLLM runs beside its target: give the target's config"
+        )
+    return {at: backends(at) for at in PLATFORMS if compiled is None or at in compiled}
 
 
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
