@@ -16,7 +16,7 @@ from mla_fusion.cli.check import model_classes, model_config, persistent_decode
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
-from mla_fusion.measure.versions import version_of
+from mla_fusion.measure.records import version_of
 from mla_fusion.report.reasons import Declined
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
