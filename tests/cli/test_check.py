@@ -296,7 +296,7 @@ def test_the_model_is_named_as_vllm_can_serve_it(folder, file, name, tmp_path):
     given.mkdir(parents=True)
     (given / file).touch()
     for path in (given, given / "config.json"):
-        served = asked(path).serve(draft=False, predicts=False)[0]
+        served = asked(path).serve({}, draft=False)[0]
         assert served == name.format(folder=given)
 
 

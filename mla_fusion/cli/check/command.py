@@ -71,9 +71,7 @@ def find(settings: Settings) -> Answer:
         cut = model_config.cut(model, settings.layers, settings.tensor_parallel_size)
         settings.speculative_tokens = max(settings.speculative_tokens, int(cut.draft))
         details = [f"checked as: {cut.changed}"]
-        brings_code = bool(model.config.get("auto_map"))
-        predicts = bool(model.config.get("num_nextn_predict_layers"))
-        serve = settings.serve(cut.draft, predicts, brings_code)
+        serve = settings.serve(model.config, cut.draft)
         backends = _backends(settings, cut, offered)
         notes = _of_checkpoint(settings, cut, backends)
         notes += persistent_decode.ask(settings, cut) + _known_trouble(settings.cache)

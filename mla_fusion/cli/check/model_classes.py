@@ -42,12 +42,12 @@ class Backend:
     name: str
     heads: tuple[int, ...]  # query heads of a rank that it does not pad [padded-heads]
     head_sizes: tuple[int, ...]  # kv_lora_rank + qk_rope_head_dim
-    caches: str  # the list of its types of --kv-cache-dtype, as it stands in the source
+    caches: tuple[str, ...]  # types of --kv-cache-dtype
 
     def takes(self, heads: int, head_size: int, cache: str) -> bool:
         """True if it takes what the fused op writes, without padding."""
         fits = heads in (self.heads or (heads,)) and head_size in (self.head_sizes or (head_size,))
-        return fits and f'"{cache}"' in self.caches
+        return fits and cache in self.caches
 
 
 def look_up(model: Model) -> dict[str, list[Backend]]:
@@ -212,8 +212,8 @@ def _backend(name: str, path: str) -> Backend:
     named = re.search(r"q_pad_num_heads=(\w+)", text)
     heads = _find(rf"^{named[1]} = (\d+)$", file, f"value of {named[1]}") if named else []
     sizes = re.findall(r"\d+", _inherited(backend, _HEAD_SIZES, file))
-    caches = _inherited(backend, _CACHES, file)
-    return Backend(name, tuple(map(int, heads)), tuple(map(int, sizes)), caches)
+    caches = re.findall(r'"(\w+)"', _inherited(backend, _CACHES, file))
+    return Backend(name, tuple(map(int, heads)), tuple(map(int, sizes)), tuple(caches))
 
 
 def _inherited(name: str, member: str, file: Path) -> str:
