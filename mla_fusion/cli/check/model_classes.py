@@ -82,7 +82,8 @@ def decide(model: dict[str, Any], architecture: str) -> Decline | None:
     if not may_build_mla(architecture):
         return Decline("no-mla", f"vLLM builds no MLA layer in {architecture}")
     compiled, listed = where_compiled(architecture), architecture in breakable(_folder("vllm"))
-    # Before the class: these reasons hold on every platform and in every release.
+    # Before the class: an environment rules out all models, and a sparse attention is declined on
+    # every platform and in every release.
     if decline := why_not_here() or why_sparse(architecture, model.get("index_topk")):
         return decline
     if listed:
