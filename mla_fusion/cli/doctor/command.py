@@ -21,7 +21,7 @@ from mla_fusion.attention.card import NEWEST_TRITON
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
-from mla_fusion.measure.versions import version_of
+from mla_fusion.measure.records import version_of
 from mla_fusion.runtime import measured
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
