@@ -1,4 +1,4 @@
-"""The launch plan of the fused region by tokens, heads, widths and device, as measured.
+"""The launch plan of the fused region by tokens, heads, widths and GPU, as measured.
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
 be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
@@ -14,23 +14,12 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mla_fusion.gpu import CDNA, Gpu
+from mla_fusion.gpu import Gpu
 from mla_fusion.kernels.arithmetic import next_power_of_two
+from mla_fusion.kernels.card import TRITON
+from mla_fusion.kernels.card import Widths as Widths
 
 FOLDER = Path(__file__).with_name("gpus")
-
-
-class Widths(NamedTuple):
-    """P, R and L of a layer."""
-
-    nope: int
-    rope: int
-    latent: int
-
-    def distance(self, other: Widths) -> float:
-        """Distance of two shapes: the sum of the logarithms of their ratios, of each width plus
-        1."""
-        return sum(abs(math.log((a + 1) / (b + 1))) for a, b in zip(self, other, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,26 +61,19 @@ def measured() -> dict[str, Measured]:
     return found
 
 
-def default_plan(tokens: int, heads: int, latent: int) -> Plan:
-    """A plan from the shape: tiles as tall as the batch, as many as fill a GPU."""
+def default_plan(tokens: int, heads: int, latent: int, arch: str = "") -> Plan:
+    """A plan from the shape: tiles as tall as the batch, as many as fill a GPU of architecture
+    `arch`."""
     if tokens == 1:
         return Plan(block_m=1, block_n=32, num_warps=2)
     block_m = min(64, max(16, next_power_of_two(tokens)))
     plan = Plan(block_m=block_m, cache_tokens=block_m // 8)
     if heads * latent * math.ceil(tokens / block_m) < 128 * 512:
         return plan
-    return dataclasses.replace(plan, block_n=128, rope_rows=64, rest_last=True)
-
-
-def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
-    """The plan for gfx942 or gfx950, by counts of its instructions, not by measurement.
-
-    128 latents of 128 columns fill half of the LDS of gfx942, and leave a SIMD two waves; one round
-    of smaller tiles has a shorter tail too. gfx950 has the LDS, and from 65 tokens enough tiles."""
-    plan = default_plan(tokens, heads, latent)
-    if plan.block_n < 128 or (arch == "gfx950" and tokens > 64):
-        return plan
-    return dataclasses.replace(plan, block_n=64, cache_tokens=min(4, plan.cache_tokens))
+    plan = dataclasses.replace(plan, rope_rows=64, rest_last=True)
+    if tokens <= TRITON.small_tiles.get(arch, 0):
+        return dataclasses.replace(plan, cache_tokens=min(4, plan.cache_tokens))
+    return dataclasses.replace(plan, block_n=128)
 
 
 def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
@@ -105,25 +87,21 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     return dataclasses.replace(plan, block_m=block_m, block_n=max(16, plan.block_n // factor))
 
 
-@functools.lru_cache(maxsize=8)
-def device_table(here: Gpu) -> str | None:
-    """The measured device whose plans serve this one: itself, else one of its architecture, else
-    one of `CDNA`, which have plans of their own."""
-    if here.name in measured():
-        return here.name
-    found = next((name for name, device in measured().items() if device.arch == here.arch), None)
-    return here.arch if found is None and here.arch in CDNA else found
+def _apart(widths: Widths, other: Widths) -> float:
+    """The sum of the logarithms of the ratios of each width plus 1."""
+    return sum(abs(math.log((a + 1) / (b + 1))) for a, b in zip(widths, other, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None) -> Plan:
-    """The plan for a batch of `tokens` and `heads`; `table` is what `device_table` gives. Widths
-    and, in them, heads use the nearest measured ones by ratio; more tokens the last row."""
-    if table is None:
-        return default_plan(tokens, heads, widths.latent)
-    if table in CDNA:
-        return cdna_plan(table, tokens, heads, widths.latent)
-    by_widths = measured()[table].rows[fp8_query]
-    by_heads = by_widths[min(by_widths, key=widths.distance)]
+def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> Plan:
+    """The plan for a batch of `tokens` and `heads`: as measured with this GPU, else with one of its
+    architecture, else by the shape. Widths and, in them, heads use the nearest measured ones by
+    ratio; more tokens the last row."""
+    found = [device for device in measured().values() if device.arch == here.arch]
+    device = measured().get(here.name) or next(iter(found), None)
+    if device is None:
+        return default_plan(tokens, heads, widths.latent, here.arch)
+    by_widths = device.rows[fp8_query]
+    by_heads = by_widths[min(by_widths, key=lambda other: _apart(widths, other))]
     rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]
     return next((plan for limit, plan in rows if tokens <= limit), rows[-1][1])

@@ -13,6 +13,7 @@ from mla_fusion.attention.card import Card, Shape
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.triton import decode_kernel
 from mla_fusion.cli.selftest import decode, planner, region
+from mla_fusion.kernels import triton as provider
 from tests.kernels import interpreter
 
 interpreter.install()
@@ -61,12 +62,12 @@ def test_an_lse_that_is_off(monkeypatch):
 @pytest.mark.parametrize("bug", [False, True])
 def test_region(bug, monkeypatch):
     calls = {"padded": region.Case(), "strided": region.Case(strided=True, neox=True)}
-    launch = region.provider.fused_mla_decode_prep
+    launch = provider.fused_mla_decode_prep
     if bug:
         later = lambda given: launch(given._replace(positions=given.positions + 1))  # noqa: E731
-        monkeypatch.setattr(region.provider, "fused_mla_decode_prep", later)
+        monkeypatch.setattr(provider, "fused_mla_decode_prep", later)
         calls = {"not padded": region.Case(padded=())}
-    assert [each.right for each in region.check(calls, "cpu")] == [not bug] * len(calls)
+    assert [each.right for each in region.check(provider, calls, "cpu")] == [not bug] * len(calls)
 
 
 def test_planner(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import tune_dispatch
 
+from mla_fusion.gpu import Gpu
 from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
 from mla_fusion.kernels.dispatch import Plan, Widths
 from tests.gpus import described
@@ -25,7 +26,7 @@ def table(monkeypatch):
     device = dispatch.Measured("sm_00", {True: by_widths, False: {DEEPSEEK: {8: [(1, Plan())]}}})
     monkeypatch.setattr(dispatch, "measured", lambda: {"a gpu": device})
     dispatch.choose.cache_clear()
-    return "a gpu"
+    return Gpu("a gpu")
 
 
 def test_choose_uses_the_row_of_the_batch(table):
@@ -56,10 +57,8 @@ OF_CDNA = Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)
      ("gfx942", 1, False)],
 )  # fmt: skip
 def test_amd_has_plans_of_its_own(arch, tokens, own):
-    table = dispatch.device_table(described(arch))
-    assert table == arch
     wanted = OF_CDNA if own else dispatch.default_plan(tokens, 128, 512)
-    assert dispatch.choose(tokens, 128, True, DEEPSEEK, table) == wanted
+    assert dispatch.choose(tokens, 128, True, DEEPSEEK, described(arch)) == wanted
 
 
 def test_fit_shrinks_tiles_of_deeper_or_wider_operands():

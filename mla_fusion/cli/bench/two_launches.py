@@ -48,14 +48,13 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
         product = q.new_empty((tokens, heads, latent))
     torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=product.transpose(0, 1))
     plan = Plan(cache_tokens=max(1, min(8, tokens // 64)))
-    _, options = provider.launch_arguments(plan, inputs)
-    known = {name: options[name] for name in rest_kernel.arg_names if name in options}
+    given = provider.launch_arguments(plan, inputs)
+    known = {name: given[name] for name in rest_kernel.arg_names if name in given}
+    # There some rows are counted in units of 16 bytes.
+    rows = {"q_row": q, "kv_c_row": inputs.kv_c, "k_pe_row": inputs.k_pe}
+    known |= {name: tensor.stride(0) for name, tensor in rows.items()}
     rest = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     rest_kernel[rest,](
-        product, q, inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping,
-        inputs.positions, inputs.cos_sin_cache, inputs.k_scale, inputs.q_scale, q_out,
-        tokens, heads, q.stride(0), q.stride(1), inputs.kv_c.stride(0), inputs.k_pe.stride(0),
-        *inputs.kv_cache.stride()[:2], inputs.cos_sin_cache.stride(0),
-        **known, num_warps=plan.num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
+        latent_ptr=product, **known, num_warps=plan.num_warps, enable_fp_fusion=False
+    )
     return q_out
