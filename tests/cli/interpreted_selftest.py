@@ -33,7 +33,7 @@ def test_decode(bug, tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     shape = Shape(8, 2, 16, 64, 16, gap=3, batch=3)
     assert not next(
-        decode.check(Card("planted", (), lambda given: ""), [shape], "cpu", 70, repeats=0)
+        decode.check(Card("planted", (), lambda given: None), [shape], "cpu", 70, repeats=0)
     ).right
 
 

@@ -142,7 +142,7 @@ class Bench(outcome.Bench):
             return
         provider.check(given.q, given.kv_cache, self.shape.latent)
         if why := self.card.why_not(given):
-            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why}")
+            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why.detail}")
         grid, args, options = self.card.module.arguments(given)
         self.card.module.kernel[grid](*args, **options)
         provider.merge(given)

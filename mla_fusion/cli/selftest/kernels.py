@@ -65,7 +65,7 @@ def _region(card: RegionCard, kind: str, thorough: bool) -> Iterator[Outcome]:
 
 def _decode(card: Card, kind: str, thorough: bool) -> Iterator[Outcome]:
     if why := card.why_not_on(gpu.of("cuda")):
-        raise CannotRun(why)
+        raise CannotRun(why.detail)
     kv, chosen = _type_of(kind), card.shapes + (card.thorough if thorough else ())
     cases = [dataclasses.replace(shape, kv=kv, q=kv) for shape in chosen]
     if kind == "fp8" and card.widens:
@@ -82,7 +82,7 @@ def _epilogue(thorough: bool) -> Iterator[Outcome]:
 
 def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
     if why := cards.why_no_sparse(gpu.of("cuda")):
-        raise CannotRun(why)
+        raise CannotRun(why.detail)
     fp8 = gpu.fp8_type() if cache == "bf16" else _type_of("fp8")
     return sparse.check(sparse.variants(cache, fp8), steps=40 if thorough else 4)
 
