@@ -89,9 +89,10 @@ def _pad(size: int) -> int:
 class Form:
     """Compile-time constants of `mla_prep`.
 
-    ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
-    0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
-    DIRECT: see `triton_kernels.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two."""
+    Q_LIMIT, K_LIMIT: `_limit` of query and cache. ALIGN: the row strides of q, kv_c and k_pe come
+    divided by it. ALL_ROWS: a row with a slot below 0 is no padding and has a query. ONE_TOKEN: the
+    rotated rows of a program are of one token. DIRECT: see `triton_kernels.py`. P_PAD, R_PAD,
+    L_PAD: ranges of Triton's, powers of two."""
 
     P: int
     R: int
@@ -99,6 +100,8 @@ class Form:
     P_PAD: int
     R_PAD: int
     L_PAD: int
+    Q_LIMIT: float
+    K_LIMIT: float
     BLOCK_SIZE: int
     ROPE: bool
     NEOX: bool
@@ -165,6 +168,7 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> dict[str, Any]:
     nope, rope, latent = widths_of(inputs)
     form = Form(
         P=nope, R=rope, L=latent, P_PAD=_pad(nope), R_PAD=_pad(rope), L_PAD=_pad(latent),
+        Q_LIMIT=_limit(q_out.dtype, here), K_LIMIT=_limit(kv_cache.dtype, here),
         BLOCK_SIZE=kv_cache.shape[1], ROPE=angles is not None, NEOX=inputs.is_neox, ALIGN=align,
         ALL_ROWS=inputs.context_parallel, ONE_TOKEN=heads % plan.rope_rows == 0,
         DIRECT=_direct(plan, w_uk_t, q_out.dtype, here), plan=plan,
@@ -178,8 +182,7 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> dict[str, Any]:
         "q_row": q_row, "q_head": q.stride(1), "w_head": w_head, "w_row": w_row, "w_col": w_col,
         "kv_c_row": kv_c_row, "k_pe_row": k_pe_row, "cache_block": cache_block,
         "cache_entry": cache_entry, "cos_sin_row": 0 if angles is None else angles.stride(0),
-        "FORM": form, "Q_LIMIT": _limit(q_out.dtype, here), "K_LIMIT": _limit(kv_cache.dtype, here),
-        "num_warps": plan.num_warps, "num_stages": 2,
+        "FORM": form, "num_warps": plan.num_warps, "num_stages": 2,
         # Contraction would leave one product of x * cos - y * sin unrounded: near zero the result
         # would be many units in the last place off the reference's.
         "enable_fp_fusion": False, **early_launch(q.device),
