@@ -40,25 +40,27 @@ class Plan:
     num_warps: int = 4
 
 
-class Measured(NamedTuple):
-    """The plans measured on one device, of architecture `arch` ("sm_90", "gfx942"): by whether the
-    query is fp8, by widths and by number of heads, rows of (most tokens, plan), ascending."""
+class Row(NamedTuple):
+    """The fastest plan of a GPU for batches of up to `tokens`. fp8: whether the query is."""
 
+    gpu: str
     arch: str
-    rows: dict[bool, dict[Widths, dict[int, list[tuple[int, Plan]]]]]
+    fp8: bool
+    widths: Widths
+    heads: int
+    tokens: int
+    plan: Plan
 
 
 @functools.cache
-def measured() -> dict[str, Measured]:
-    """Plans by device name, from `gpus/`: rows of query, P, R, L, heads, most tokens, a `Plan`."""
-    found = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        table: dict[str, Any] = json.loads(path.read_bytes())
-        device = found[table["gpu"]] = Measured(table["arch"], {True: {}, False: {}})
-        for query, nope, rope, latent, heads, tokens, *plan in table["plans"]:
-            by_heads = device.rows[query == "fp8"].setdefault(Widths(nope, rope, latent), {})
-            by_heads.setdefault(heads, []).append((tokens, Plan(*plan)))
-    return found
+def measured() -> list[Row]:
+    """The rows of every file of `gpus/`."""
+    tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
+    return [
+        Row(of["gpu"], of["arch"], query == "fp8", Widths(*sizes), heads, tokens, Plan(*plan))
+        for of in tables
+        for query, *sizes, heads, tokens, plan in ((*row[:6], row[6:]) for row in of["plans"])
+    ]
 
 
 def default_plan(tokens: int, heads: int, latent: int, arch: str = "") -> Plan:
@@ -87,21 +89,19 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     return dataclasses.replace(plan, block_m=block_m, block_n=max(16, plan.block_n // factor))
 
 
-def _apart(widths: Widths, other: Widths) -> float:
-    """The sum of the logarithms of the ratios of each width plus 1."""
-    return sum(abs(math.log((a + 1) / (b + 1))) for a, b in zip(widths, other, strict=True))
-
-
 @functools.lru_cache(maxsize=4096)
 def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> Plan:
     """The plan for a batch of `tokens` and `heads`: as measured with this GPU, else with one of its
     architecture, else by the shape. Widths and, in them, heads use the nearest measured ones by
     ratio; more tokens the last row."""
-    found = [device for device in measured().values() if device.arch == here.arch]
-    device = measured().get(here.name) or next(iter(found), None)
-    if device is None:
-        return default_plan(tokens, heads, widths.latent, here.arch)
-    by_widths = device.rows[fp8_query]
-    by_heads = by_widths[min(by_widths, key=lambda other: _apart(widths, other))]
-    rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]
-    return next((plan for limit, plan in rows if tokens <= limit), rows[-1][1])
+
+    def distance(row: Row) -> tuple[bool, float, float, bool, int]:
+        # Of widths plus 1, because R may be 0.
+        ratios = ((a + 1) / (b + 1) for a, b in zip(widths, row.widths, strict=True))
+        apart = sum(abs(math.log(ratio)) for ratio in ratios), abs(math.log(row.heads / heads))
+        return row.gpu != here.name, *apart, row.tokens < tokens, abs(row.tokens - tokens)
+
+    rows = [row for row in measured() if (row.arch, row.fp8) == (here.arch, fp8_query)]
+    if rows:
+        return min(rows, key=distance).plan
+    return default_plan(tokens, heads, widths.latent, here.arch)

@@ -68,14 +68,8 @@ def test_a_launch_may_begin_early_where_the_gpu_can():
 @pytest.mark.nightly
 def test_measured_plans_compile_without_spills():
     """Every plan that was measured on sm_90 with an fp8 query."""
-    plans = {
-        (widths, plan)
-        for device in dispatch.measured().values()
-        if device.arch == "sm_90"
-        for widths, by_heads in device.rows[True].items()
-        for rows in by_heads.values()
-        for _, plan in rows
-    }
+    measured = (row for row in dispatch.measured() if row.arch == "sm_90" and row.fp8)
+    plans = {(row.widths, row.plan) for row in measured}
     wide = Plan(block_m=64, block_n=256, m_tiles=8, rope_rows=256, cache_tokens=16)
     for nope in (64, 256):  # the largest tiles, where these widths are the nearest
         plans.add((Widths(nope, 128, 1024), dispatch.fit(wide, nope, 128, 2)))
