@@ -164,14 +164,10 @@ def test_what_is_not_stored_directly():
         assert not provider._direct(dataclasses.replace(plan, **fields), w, *of)
     assert not provider._direct(plan, w.to(FP16), *of)
     assert not provider._direct(plan, w, BF16, HOPPER)
+    assert not provider._direct(plan, w, FN, described("sm_100"))
     unaligned = torch.empty(2, 32, 264, dtype=BF16)
     for other in (w[..., :200], w[..., 1:241], unaligned[..., :256], w.mT, w[..., ::2]):
         assert not provider._direct(plan, other, *of)
-
-
-def test_only_hopper_stores_directly():
-    w = torch.empty(2, 32, 256, dtype=BF16)
-    assert not provider._direct(DIRECT["walk"], w, FN, described("sm_100"))
 
 
 def test_default_plans_agree():
