@@ -125,8 +125,7 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     validate_shapes(inputs)
     q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
     act, (tokens, heads, _), (_, nope, latent) = q.dtype, q.shape, inputs.w_uk_t.shape
-    widths = Widths(nope, rope := k_pe.shape[1], latent)
-    if why := aiter_widths(widths):
+    if why := aiter_widths(Widths(nope, rope := k_pe.shape[1], latent)):
         raise ValueError(why.detail)
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
     for name, ok, want in (

@@ -1,7 +1,6 @@
 """The cards of the providers of the fused region: what is known without Triton or AITER."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -49,11 +48,6 @@ class Card:
     row: str = ""
     shapes: tuple[tuple[int, int], ...] = ()
     thorough: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def module(self) -> Any:
-        """The module that launches it; it imports what the provider needs when it is called."""
-        return importlib.import_module(f"mla_fusion.kernels.{self.name}")
 
 
 def _reference(widths: Widths, *_: Any) -> Decline | None:

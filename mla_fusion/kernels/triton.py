@@ -118,9 +118,9 @@ def widths_of(inputs: Inputs) -> Widths:
     return Widths(nope, inputs.k_pe.shape[1], latent)
 
 
-def _check(inputs: Inputs) -> None:
+def _check(inputs: Inputs, widths: Widths) -> None:
     """Raise ValueError for valid inputs that this provider does not take."""
-    if why := triton_widths(widths_of(inputs)):
+    if why := triton_widths(widths):
         raise ValueError(f"{why.detail}; use provider 'reference'")
     for name in ("q", "kv_c", "k_pe", "cos_sin_cache", "kv_cache", "w_uk_t", "q_out"):
         if (tensor := getattr(inputs, name)) is None:
@@ -142,8 +142,8 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q_out
-    _check(inputs)
     widths, here = widths_of(inputs), gpu.of(q.device)
+    _check(inputs, widths)
     plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, here)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)

@@ -60,7 +60,7 @@ def _region(card: RegionCard, kind: str, thorough: bool) -> Iterator[Outcome]:
     calls = region.cases(card, _type_of(kind), thorough)
     if why := kernels.why_unavailable(card.name):
         raise CannotRun(why)
-    return region.check(card.module, calls)
+    return region.check(kernels.get_provider(card.name), calls)
 
 
 def _decode(card: Card, kind: str, thorough: bool) -> Iterator[Outcome]:
