@@ -89,19 +89,27 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     return dataclasses.replace(plan, block_m=block_m, block_n=max(16, plan.block_n // factor))
 
 
-@functools.lru_cache(maxsize=4096)
-def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> Plan:
-    """The plan for a batch of `tokens` and `heads`: as measured with this GPU, else with one of its
-    architecture, else by the shape. Widths and, in them, heads use the nearest measured ones by
-    ratio; more tokens the last row."""
+@functools.lru_cache(maxsize=64)
+def _nearest(heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> list[Row]:
+    """The rows of this GPU, else of its architecture, with the nearest widths and, among those, the
+    nearest heads by ratio; empty if none was measured. Kept, because a warm-up asks for each number
+    of tokens."""
 
-    def distance(row: Row) -> tuple[bool, float, float, bool, int]:
+    def distance(row: Row) -> tuple[bool, float, float]:
         # Of widths plus 1, because R may be 0.
         ratios = ((a + 1) / (b + 1) for a, b in zip(widths, row.widths, strict=True))
-        apart = sum(abs(math.log(ratio)) for ratio in ratios), abs(math.log(row.heads / heads))
-        return row.gpu != here.name, *apart, row.tokens < tokens, abs(row.tokens - tokens)
+        apart = sum(abs(math.log(ratio)) for ratio in ratios)
+        return row.gpu != here.name, apart, abs(math.log(row.heads / heads))
 
     rows = [row for row in measured() if (row.arch, row.fp8) == (here.arch, fp8_query)]
-    if rows:
-        return min(rows, key=distance).plan
+    least = min(map(distance, rows), default=None)
+    return [row for row in rows if distance(row) == least]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> Plan:
+    """The plan for a batch of `tokens` and `heads`: by the nearest measurements, of which more
+    tokens use the last row; without measurements by the shape."""
+    if rows := _nearest(heads, fp8_query, widths, here):
+        return min(rows, key=lambda row: (row.tokens < tokens, abs(row.tokens - tokens))).plan
     return default_plan(tokens, heads, widths.latent, here.arch)

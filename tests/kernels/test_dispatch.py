@@ -29,6 +29,7 @@ def device(monkeypatch):
     other = Row("another gpu", "sm_00", True, DEEPSEEK, 8, 2, Plan(rope_rows=1))
     monkeypatch.setattr(dispatch, "measured", lambda: [other, *rows])
     dispatch.choose.cache_clear()
+    dispatch._nearest.cache_clear()
     return Gpu(*of)
 
 
