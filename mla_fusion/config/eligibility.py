@@ -9,6 +9,7 @@ from mla_fusion import attention, gpu, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter import selection
 from mla_fusion.config import PLANNED, Options, models, read_options, vllm_compat
+from mla_fusion.kernels.card import Widths
 from mla_fusion.report.reasons import Decline
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
@@ -47,8 +48,8 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return Decline("context-parallel", "prefill")
     if parallel.decode_context_parallel_size > 1:
-        if options.provider == "aiter":
-            return Decline("context-parallel", "AITER leaves out queries of other ranks' tokens")
+        if decline := kernels.PROVIDERS[options.provider].ranks:
+            return decline
         if planned:
             return Decline("context-parallel", f"attention={options.attention}")
     whole, mode = compilation.splitting_ops == [], getattr(compilation.cudagraph_mode, "name", "")
@@ -180,8 +181,8 @@ def _decline(
         return Decline("kv-cache-dtype", layer.kv_cache_dtype)
     if getattr(layer, "is_amx_bmm_enabled", False):
         return Decline("packed-weights", "AMX")
-    packed = weights.packed
-    if packed and provider != "aiter":
+    packed, card = weights.packed, kernels.PROVIDERS[provider]
+    if packed and not card.packed:
         return Decline("packed-weights", f"AITER {packed}")
     if packed and activation != torch.bfloat16:
         why = f"AITER's {packed} product is one of bf16, not of {activation}"
@@ -190,13 +191,8 @@ def _decline(
         return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
     if cache not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
-    fp8 = provider == "triton" and layer.kv_cache_dtype.startswith("fp8")
-    if fp8 and (why := gpu.of(layer._k_scale.device).no_fp8()):
-        return Decline("kv-cache-dtype", why)
-    widths = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
-    if why := kernels.unsupported(provider, *widths):
-        return Decline("shape", f"provider {provider}: {why}")
-    return None
+    widths = Widths(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank)
+    return card.why_not(widths, cache, gpu.of(layer._k_scale.device))
 
 
 def why_no_decode(

@@ -57,7 +57,10 @@ def is_gpu() -> bool:
 
 def default_provider() -> str:
     """Who computes the fused op on vLLM's platform if none is named; empty where there is none."""
-    return "aiter" if is_rocm() else "triton" if _platform().is_cuda() else ""
+    from mla_fusion.kernels.card import serving
+
+    platform = "rocm" if is_rocm() else "cuda" if _platform().is_cuda() else ""
+    return next(iter(serving(platform)), "")
 
 
 def gpu_arch() -> str:

@@ -173,8 +173,8 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
         return Decline("sparse-platform")
     if rocm and config.read_options(vllm_config.additional_config).attention != "portable":
         return Decline("sparse-unmeasured")
-    if why := cards.why_no_sparse(here):
-        return Decline("provider-unavailable", why)
+    if decline := cards.why_no_sparse(here):
+        return decline
     cache, heads, chosen = impl.kv_cache_dtype, impl.num_heads, impl.topk_indices_buffer
     widths, slower = vllm_compat.sparse_widths(impl), ""
     found = {

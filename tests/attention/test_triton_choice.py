@@ -87,7 +87,7 @@ def test_the_kernel_of_a_decode(q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted is STEP:
-        assert hopper_cards.warp_specialized(given).startswith(("it copies", "it takes"))
+        assert hopper_cards.warp_specialized(given).detail.startswith(("it copies", "it takes"))
 
 
 def test_other_scales_types_and_strides():
@@ -95,9 +95,9 @@ def test_other_scales_types_and_strides():
     for scale in (0.0, -0.1):
         tilted = dataclasses.replace(given, softmax_scale=scale)
         assert chosen(tilted) == STEP
-        assert "it takes a positive scale" in hopper_cards.warp_specialized(tilted)
+        assert "it takes a positive scale" in hopper_cards.warp_specialized(tilted).detail
     other = dataclasses.replace(given, q=given.q.to(BF16))
-    assert "query and cache of one type" in hopper_cards.warp_specialized(other)
+    assert "query and cache of one type" in hopper_cards.warp_specialized(other).detail
     # A query with gaps between tokens; blocks of a cache that are no whole entries apart.
     gaps, cache = without_memory.meta(8, 65, 576)[:, :64], without_memory.meta(9 * 65 * 576)
     apart = cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
@@ -171,7 +171,7 @@ def test_the_kernel_for_cdna(cdna, q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted[0] != "cdna.decode":
-        assert cdna_cards.decode(given).startswith(("it takes", "it multiplies"))
+        assert cdna_cards.decode(given).detail.startswith(("it takes", "it multiplies"))
 
 
 def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):

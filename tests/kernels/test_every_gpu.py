@@ -36,7 +36,7 @@ def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=
     plan = dispatch.fit(plan, provider._pad(nope), provider._pad(rope), 2)
     options = {"neox": {"neox": True}, "factor": {"factor": FP32}}.get(also, {})
     given = arguments(target, plan, tokens, dtype, widths=widths, **options)
-    return triton_kernels.mla_prep, *given
+    return triton_kernels.mla_prep, (), given
 
 
 def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):

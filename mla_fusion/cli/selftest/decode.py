@@ -142,7 +142,7 @@ class Bench(outcome.Bench):
             return
         provider.check_types(given.q, given.kv_cache, self.shape.latent)
         if why := self.card.why_not(given):
-            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why}")
+            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why.detail}")
         self.card.module.launch_of(given).start()
         provider.merge(given)
         self.plan.fresh = False
