@@ -28,9 +28,8 @@ from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli import positive
 from mla_fusion.measure import distances, records
-from mla_fusion.measure.records import Row
+from mla_fusion.measure.records import Row, version_of
 from mla_fusion.measure.timing import TIMES, capture_calls, interleave
-from mla_fusion.measure.versions import version_of
 
 Step = Callable[[Inputs], None]
 KEY = ["tokens", "heads", "pieces", "values", "quantization", "place"]

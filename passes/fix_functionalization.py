@@ -6,9 +6,9 @@
     or, if the old value of q is read later,
              c = clone(view(x)); op(c, ...); y is c, z is slice_scatter(view(x), copy(.., c))
 
-It replaces vLLM's own last pass, and calls it for every op that is not named here. vLLM's pass
-raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1, copy and slice_scatter are all
-there; here each may be missing.
+`LastStep` of `passes.pipeline` runs it before vLLM's own last pass, which serves every op that is
+not named here. vLLM's pass raises on `fused_rope_unified_mla_kv_cache_update` unless getitem 1,
+copy and slice_scatter are all there; here each may be missing.
 
 Safe because an op writes in place only to memory whose old value nothing reads after it, through
 any alias that `patterns.nodes` knows or cannot exclude, and of which no two elements are one. A
@@ -19,8 +19,7 @@ rebuilds an argument from the strides of its metadata, which a view of a value t
 does not have."""
 
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,11 +36,8 @@ aten = torch.ops.aten
 OWN = {f"{ops.NAMESPACE}::{ops.ROPE_UPDATE}", *ops.RUNTIME_OPS, FUSED_ROPE_UPDATE}
 
 
-@dataclass
 class MLAFixFunctionalizationPass:
-    """`rest` is vLLM's own pass for all other ops; None where it cannot run (CPU builds)."""
-
-    rest: Callable[[fx.Graph], None] | None
+    """The ops in `OWN` become in-place."""
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result, memory = PassResult(), Memory(graph)
@@ -50,8 +46,6 @@ class MLAFixFunctionalizationPass:
                 result.rewritten[node.name] = _make_in_place(graph, node, memory)
         if result.rewritten:
             drop_dead(graph)
-        if self.rest is not None:
-            self.rest(graph)
         return result
 
 

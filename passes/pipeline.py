@@ -139,7 +139,7 @@ class LastStep(InductorPass):
 
 
 def _fix(graph: fx.Graph, record: report.RangeReport) -> None:
-    MLAFixFunctionalizationPass(None)(graph)
+    MLAFixFunctionalizationPass()(graph)
 
 
 def _hidden() -> None:
@@ -199,8 +199,9 @@ def fuse(graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.Range
 def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:
     """`facts` by the argument of an op; of a name without a value, if all agree."""
     known: dict[Any, eligibility.LayerFacts] = {**facts}
-    if len(distinct := {*facts.values()}) == 1:
-        known[None] = distinct.pop()
+    # Who decodes, and with which weights, matters to a pass by the output alone.
+    if len({(f.decline, f.query, f.cache, f.plain_output) for f in facts.values()}) == 1:
+        known[None] = next(iter(facts.values()))
 
     def facts_of(layer_name: Any) -> eligibility.LayerFacts:
         if found := known.get(vllm_compat.traced_layer_name(layer_name)):

@@ -34,7 +34,7 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "fp8_dtype", lambda: torch.float8_e4m3fn)
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: H200)
     monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90")
-    facts = {"found": eligibility.LayerFacts(None, BF16, BF16)}
+    facts = {"found": eligibility.LayerFacts(None, BF16, BF16, BF16)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
     monkeypatch.setattr(eligibility, "why_no_decode", lambda *_: None)
     return facts
@@ -87,8 +87,9 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     assert choice.runs == ((1, sequences),) * bool(sequences)
     named = "FLASH_ATTN_MLA (auto: the kernel for 64 heads has not run with Triton 3.9)"
     assert sequences or choice.why == named
-    assert measured.is_listed(H200, 131072, ("bfloat16", 64, 1)) == bool(sequences)
-    assert measured.is_listed(H200, 131072, ("bfloat16", 16, 4)) == bool(sequences)
+    found = measured.Measurements.of(engine(), AUTO)
+    assert found.favour(("bfloat16", 64, 1)) == bool(sequences)
+    assert found.favour(("bfloat16", 16, 4)) == bool(sequences)
     assert choose(layer(), AUTO, engine()).planner
 
 
@@ -121,14 +122,14 @@ def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine
     choice = choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
     h200["found"] = eligibility.LayerFacts(
-        Decline("portable-attention", "a sliding window"), BF16, BF16
+        Decline("portable-attention", "a sliding window"), BF16, BF16, BF16
     )
     choice = choose(layer(), AUTO, engine())
     assert not choice.planner and "a sliding window" in choice.why
 
 
 def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
-    h200["found"] = eligibility.LayerFacts(None, FP8, FP8)
+    h200["found"] = eligibility.LayerFacts(None, FP8, FP8, BF16)
     assert choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
     drafts = choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
     runs = "portable with 1 to 256 sequences (auto: as measured)"
@@ -345,8 +346,7 @@ def test_the_report_names_who_decodes_once(h200):
     ],
 )
 def test_a_page_holds_a_tile_where_the_portable_decode_may_run(h200, options, changes, page):
-    config = engine(page=16, options={"provider": "triton", **options}, **changes)
-    assert decode_choice.page_of(config) == page
-    chosen = engine(page=16, options={"provider": "triton", "attention": "portable"})
-    chosen.cache_config.user_specified_block_size = True
-    assert decode_choice.page_of(chosen) == 0
+    config, given = engine(page=16, **changes), Options("triton", **options)
+    assert decode_choice.page_of(config, given) == page
+    config.cache_config.user_specified_block_size = True
+    assert decode_choice.page_of(config, given) == 0

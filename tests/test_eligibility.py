@@ -23,6 +23,8 @@ def layer(**changes):
 
 
 def declined(layer, provider, activation, attention="auto", query_len=1):
+    if isinstance(layer.W_UK_T, torch.Tensor):
+        layer.W_UK_T = layer.W_UK_T.to(activation)
     decline = eligibility.facts(layer, provider, activation, attention, query_len).decline
     return f"{decline.code} {decline.detail}" if decline else ""
 
@@ -111,7 +113,7 @@ class TestPackedWeight:
         weight = torch.zeros(2, 3, 4)
         given = layer(W_UK_T=SimpleNamespace(weight=weight))
         assert not declined(given, "triton", BF16)
-        assert vllm_compat.absorb_weight(given) is weight
+        assert vllm_compat.weights(given).w_uk is weight
 
 
 class TestPortable:

@@ -1,4 +1,4 @@
-"""A GPU and a decode kernel that do not exist, added by one card, one module and one JSON file."""
+"""A GPU, a decode kernel and a region kernel that do not exist: cards, modules and a JSON file."""
 
 import json
 import sys
@@ -9,17 +9,21 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_fusion import cli, gpu
+from mla_fusion import cli, config, gpu
 from mla_fusion.attention import cards, triton
-from mla_fusion.attention.card import Card, Shape
+from mla_fusion.attention.card import Card, Shape, refused
+from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.cli.calibrate import measure
 from mla_fusion.cli.check import model_config, persistent_decode
 from mla_fusion.cli.child import Job
 from mla_fusion.cli.doctor import command as doctor
 from mla_fusion.cli.selftest import kernels
-from mla_fusion.config import Options, vllm_compat
+from mla_fusion.config import Options, eligibility, vllm_compat
+from mla_fusion.kernels import PROVIDERS, get_provider, reference
+from mla_fusion.kernels.card import Card as RegionCard
+from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, measured
-from tests import test_decode_choice
+from tests import test_decode_choice, test_eligibility
 from tests.attention import without_memory
 from tests.attention.decodes import BF16, Launches
 from tests.cli import test_doctor
@@ -29,10 +33,16 @@ from tests.models import write
 from tests.test_decode_choice import AUTO, choose, engine, file_of, forget, layer
 
 NAME, KERNEL = "NVIDIA Made Up", "made_up.decode"
+MANY = refused("it takes up to 16 query rows")
 CARD = Card(
-    KERNEL, ("sm_100",), lambda given: "" if given.rows <= 16 else "it takes up to 16 query rows",
+    KERNEL, ("sm_100",), lambda given: None if given.rows <= 16 else MANY,
     lambda of: not of.scopes and of.rows <= 16, lambda here, of: {"ctas": 3 * here.sms},
     (Shape(16, 1, 64),), (Shape(8, 2, 128),), page=128, newest_triton=(3, 8),
+)  # fmt: skip
+NARROW = Decline("shape", "provider made_up: it takes 512 latents")
+REGION = RegionCard(
+    "made_up", ("cuda",), lambda widths, cache, here: None if widths.latent == 512 else NARROW,
+    row="region made_up", shapes=((3, 16),), thorough=((5, 8),),
 )  # fmt: skip
 # Fixtures: every other fact of a layer and its engine; no provider outlives its test.
 h200, forget_providers = test_decode_choice.h200, test_doctor.forget_providers
@@ -42,7 +52,7 @@ h200, forget_providers = test_decode_choice.h200, test_doctor.forget_providers
 def launches(monkeypatch):
     """The card is in the registry, and its kernel keeps its launches."""
     kernel = Launches()
-    module = SimpleNamespace(arguments=lambda given: ((7, 1), (), {}), kernel=kernel)
+    module = SimpleNamespace(launch_of=lambda given: Launch(kernel, (7, 1), {}, {}))
     monkeypatch.setitem(sys.modules, f"mla_fusion.attention.{KERNEL}", module)
     monkeypatch.setattr(cards, "CARDS", (CARD, *cards.CARDS))
     imitate(monkeypatch, "sm_100", name=NAME)
@@ -108,9 +118,53 @@ def test_auto_goes_by_its_file_and_page(auto, monkeypatch):
     assert (choice.planner, choice.runs) == ("portable", ((1, 64),))
     assert not choose(layer(64, "CUTLASS_MLA"), AUTO, engine()).planner
     config = engine(page=16, options={"provider": "triton"})
-    assert decode_choice.page_of(config) == CARD.page
+    assert decode_choice.page_of(config, AUTO) == CARD.page
     monkeypatch.setattr(measured, "triton_version", lambda: (3, 9))
     left = choose(layer(backend="CUTLASS_MLA"), AUTO, engine())
     assert not left.planner and "has not run with Triton 3.9" in left.why
     forced = choose(layer(), Options("triton", "portable"), engine())
     assert forced.planner == "portable"
+
+
+@pytest.fixture
+def region(monkeypatch):
+    """The region's card is in the registry; its module computes what the reference does."""
+    prep = reference.fused_mla_decode_prep
+    module = SimpleNamespace(require=lambda: None, fused_mla_decode_prep=prep)
+    monkeypatch.setitem(sys.modules, "mla_fusion.kernels.made_up", module)
+    monkeypatch.setitem(PROVIDERS, REGION.name, REGION)
+    imitate(monkeypatch, "sm_100", name=NAME)
+    return module
+
+
+def test_a_region_kernel_is_chosen_and_asked(region, monkeypatch, tmp_path):
+    assert get_provider("made_up") is region
+    assert asked(write(tmp_path, V3), "--provider", "made_up").provider == "made_up"
+    assert not eligibility.facts(test_eligibility.layer(), "made_up", BF16).decline
+    narrow = test_eligibility.layer(kv_lora_rank=256)
+    assert eligibility.facts(narrow, "made_up", BF16).decline == NARROW
+    assert vllm_compat.default_provider() == ""
+    test_doctor.use_gpu(monkeypatch, "sm_90")
+    assert config.read_options(None).provider == "made_up"
+
+
+def test_selftest_checks_a_region_kernel(region, monkeypatch):
+    names = [f"region made_up {kind}" for kind in ("bf16", "fp8")]
+    assert [name for name in kernels.checks() if "made_up" in name] == names
+    given = []
+    monkeypatch.setattr(kernels.region, "check", lambda *of: given.append(of) or ())
+    job = Job("", "", options={"name": names[0], "thorough": True})
+    assert kernels.run(job, None) == {}
+    [(module, calls)] = given
+    assert module is region and {"3 tokens, 16 heads", "5 tokens, 8 heads"} <= calls.keys()
+    assert "scaled" in calls and "256 latents" not in calls
+
+
+def test_doctor_names_a_region_kernel(region, auto, monkeypatch, capsys):
+    monkeypatch.setitem(test_doctor.GPUS, "sm_100", (NAME, torch.float8_e4m3fn))
+    test_doctor.use_gpu(monkeypatch, "sm_100")
+    monkeypatch.setattr(doctor, "_why_no_plugin", lambda: "")
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "can work here, with provider made_up or triton" in said
+    assert "name it beside the flag" not in said

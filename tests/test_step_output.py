@@ -234,7 +234,7 @@ def test_the_passes_and_the_ops_agree(name, monkeypatch):
     spec = Spec("nope", dtype=torch.bfloat16, quantized=name, layers=2)
     module = build(spec)
     assert fake_engine.fuse(module, spec).outputs == {linears.kind(name): 2}
-    MLAFixFunctionalizationPass(None)(module.graph)
+    MLAFixFunctionalizationPass()(module.graph)
     for kind in ("decode", "padded", "mixed", "prefill", "profile"):
         batch = fake_engine.BATCHES[kind]
         before = fake_engine.run(build(spec), spec, batch)

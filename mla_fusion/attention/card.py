@@ -1,6 +1,7 @@
 """The card of a kernel: what is known of it without Triton or Gluon."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -11,11 +12,18 @@ from mla_fusion.attention.plan.heads import layout as head_layout
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.gpu import Gpu
+from mla_fusion.report.reasons import Decline
 
 # Of a plan: tokens of a block, every kernel's tile or a multiple of it, and the fixed cost of a
 # work item in blocks.
 BLOCKS = {"kv_granularity": 64, "overhead": 4}
 NEWEST_TRITON = 3, 8  # with which the kernels have run on a GPU
+
+
+@functools.lru_cache(maxsize=64)
+def refused(why: str) -> Decline:
+    """The decline of a kernel that does not take a decode. Kept, because every launch asks."""
+    return Decline("portable-attention", why)
 
 
 class Decodes(NamedTuple):
@@ -73,9 +81,9 @@ FEW = (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16
 class Card:
     """The facts of a decode kernel. A GPU launches the first of its cards that takes a decode.
 
-    name: its module below `mla_fusion.attention`, which has `arguments(given) -> Launch` and
-    `kernel`. archs: the architectures for which it compiles; empty for every one.
-    why_not: why it does not take these inputs; empty if it does.
+    name: its module below `mla_fusion.attention`, which has `launch_of(given) -> Launch`.
+    archs: the architectures for which it compiles; empty for every one.
+    why_not: why it does not take these inputs; None if it does.
     plans: whether a decode is planned for this kernel, unless an earlier card plans it.
     settings: the arguments of `PersistentDecodePlan.allocate` for such a decode.
     shapes, thorough: the cases of `mla-fusion selftest`, and those of `--thorough` beside them.
@@ -89,7 +97,7 @@ class Card:
 
     name: str
     archs: tuple[str, ...]
-    why_not: Callable[[Inputs], str]
+    why_not: Callable[[Inputs], Decline | None]
     plans: Callable[[Decodes], bool] = lambda of: False
     settings: Callable[[Gpu, Decodes], dict[str, int]] = lambda here, of: {}
     shapes: tuple[Shape, ...] = ()
@@ -100,14 +108,19 @@ class Card:
     rounds: bool = True
     variant: Callable[[int, int, int], Hashable] = lambda tokens, heads, columns: None
 
-    def why_not_on(self, here: Gpu) -> str:
-        """Why it does not run on a GPU; empty if it does."""
-        runs = not self.archs or here.arch in self.archs
-        return "" if runs else f"it needs {' or '.join(self.archs)}"
+    def runs_on(self, here: Gpu) -> bool:
+        """Whether it compiles for a GPU."""
+        return not self.archs or here.arch in self.archs
+
+    def why_not_on(self, here: Gpu) -> Decline | None:
+        """Why it does not run on a GPU; None if it does."""
+        if self.runs_on(here):
+            return None
+        return Decline("provider-unavailable", f"it needs {' or '.join(self.archs)}")
 
     def takes(self, here: Gpu, given: Inputs) -> bool:
         """Whether it runs on a GPU, and with these inputs."""
-        return not self.why_not_on(here) and not self.why_not(given)
+        return self.runs_on(here) and self.why_not(given) is None
 
     @property
     def module(self) -> Any:

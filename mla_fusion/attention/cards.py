@@ -5,6 +5,7 @@ from mla_fusion.attention.card import BLOCKS, FEW, Card, Decodes, Shape
 from mla_fusion.attention.cdna import cards as cdna
 from mla_fusion.attention.hopper import cards as hopper
 from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.report.reasons import Decline
 
 WIDEST_IN_FULL = 576  # a wider cache entry leaves registers for 16 query rows
 
@@ -27,7 +28,7 @@ def _portable(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
 
 
 PORTABLE = Card(
-    "triton.decode_kernel", (), lambda given: "", lambda of: True, _portable,
+    "triton.decode_kernel", (), lambda given: None, lambda of: True, _portable,
     (*FEW, Shape(40, 1, 64, 256, 32, gap=3), Shape(16, 1, 64, 320, 64)),
     (Shape(64, 2, 32), Shape(128, 8, 128), Shape(16, 1, 64, 1024, 128)),
     widens=True,
@@ -39,7 +40,7 @@ PRODUCTS: tuple[Card, ...] = hopper.PRODUCTS
 
 def of(here: gpu.Gpu) -> list[Card]:
     """The cards of a GPU."""
-    return [card for card in CARDS if not card.why_not_on(here)]
+    return [card for card in CARDS if card.runs_on(here)]
 
 
 def chosen(here: gpu.Gpu, given: Inputs) -> Card:
@@ -58,9 +59,9 @@ def settings(here: gpu.Gpu, decodes: Decodes) -> dict[str, int]:
     return planned(here, decodes).settings(here, decodes)
 
 
-def why_no_sparse(here: gpu.Gpu) -> str:
-    """Why sparse decode is not compiled for a GPU; empty if it is."""
+def why_no_sparse(here: gpu.Gpu) -> Decline | None:
+    """Why sparse decode is not compiled for a GPU; None if it is."""
     if here.vendor != "AMD" or (version := gpu.triton_version()) >= (3, 7):
-        return ""
+        return None
     why = "Triton {}.{} does not compile the sparse decode for AMD GPUs, 3.7 does"
-    return why.format(*version)
+    return Decline("provider-unavailable", why.format(*version))

@@ -165,7 +165,7 @@ def sparse_mla_decode(
             lse, layout=scope.layout,
         )  # fmt: skip
         try:
-            _check(given, scratch.widths[number], scratch.counted[number], sink)
+            _check_scope(given, scratch.widths[number], scratch.counted[number], sink)
         except ValueError as error:
             raise ValueError(f"scope {number}: {error}") from None
         every.append(given)
@@ -174,12 +174,12 @@ def sparse_mla_decode(
     return out, lse
 
 
-def _check(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) -> None:
+def _check_scope(given: Inputs, width: int, counted: bool, sink: torch.Tensor | None) -> None:
     """Raise ValueError unless the arguments for one scope fit."""
     validate(given)
     latent, heads = given.plan.settings.v_head_dim, given.plan.settings.num_heads
     if given.layout is None:
-        provider.check(given.q, given.kv_cache, latent)
+        provider.check_types(given.q, given.kv_cache, latent)
     else:
         none = "None: the entries of the cache have scales of their own"
         check("kv_scale", given.kv_scale is None, none, given.kv_scale)

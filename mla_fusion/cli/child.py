@@ -27,7 +27,8 @@ from typing import Any, TextIO
 from mla_fusion import config
 from mla_fusion.cli import UserError, mend_vllm, short
 from mla_fusion.config import models
-from mla_fusion.report import Report, load, stored_reports
+from mla_fusion.report import Report, counted, load, stored_reports
+from mla_fusion.report.reasons import Decline, recognize
 
 LOG = "engine.log"
 Prompts = Sequence[tuple[int, list[int]]]  # (step at which it arrives, token ids) of each
@@ -69,6 +70,15 @@ class Outcome:
     warnings: list[str]  # of this library
     report: Report | None = None  # that the engine stored
 
+    @property
+    def declines(self) -> list[Decline]:
+        """The declines of the report, or without one that of the warning that switched the flag
+        off."""
+        if self.report:
+            uncompiled = [Decline("no-graph")] if self.report.uncompiled else []
+            return [*counted(self.report.decode().declined, uncompiled)]
+        return [found for text in self.warnings if (found := recognize(text))]
+
 
 class EngineError(UserError):
     """The work of a job failed; `why` is its last error, and `log` the path of its log."""
@@ -82,16 +92,14 @@ class EngineError(UserError):
 
 def run(job: Job, progress: TextIO | None = None) -> Outcome:
     """Run a job whose work is `generate`, its progress on `progress`; errors as `result`."""
-    older = stored_reports(Path(job.cache))
     progress = progress or sys.stdout
     progress.flush()
     stdout = None  # the child's own, where there is no file, as under pytest
     with contextlib.suppress(OSError):
         stdout = progress.fileno()
-    outcome = Outcome(**result(job, start(job, stdout=stdout)))
-    newest = next(iter(stored_reports(Path(job.cache))), None)
-    outcome.report = load(newest) if newest and newest not in older else None
-    return outcome
+    found = result(job, start(job, stdout=stdout))
+    reports = found.pop("reports")
+    return Outcome(**found, report=load(Path(reports[0])) if reports else None)
 
 
 def start(job: Job, **streams: Any) -> subprocess.Popen[str]:
@@ -202,8 +210,9 @@ def flag_on(bucket: int | None = None, **options: str) -> dict[str, Any]:
 
 
 def generate(job: Job, progress: TextIO) -> dict[str, Any]:
-    """Build the engine of a job and run its prompts; see `Outcome`."""
-    warnings = kept_messages(logging.WARNING)
+    """Build the engine of a job and run its prompts; see `Outcome`. "reports": paths, the newest
+    first, of those that the engine stored."""
+    older, warnings = stored_reports(Path(job.cache)), kept_messages(logging.WARNING)
     began, stages = time.perf_counter(), dict(_STAGES)
 
     def pass_on(record: logging.LogRecord) -> bool:
@@ -227,7 +236,10 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
     if tokens:
         made = sum(map(len, tokens))
         print(f"    {len(tokens)} prompts, {made} tokens, {count} steps", file=progress)
-    return {"tokens": tokens, "logprobs": [*map(chosen, outputs)], "warnings": warnings}
+    return {
+        "tokens": tokens, "logprobs": [*map(chosen, outputs)], "warnings": warnings,
+        "reports": [str(path) for path in stored_reports(Path(job.cache)) if path not in older],
+    }  # fmt: skip
 
 
 def kept_messages(level: int) -> list[str]:

@@ -9,6 +9,7 @@ from mla_fusion import attention, gpu, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter import selection
 from mla_fusion.config import PLANNED, Options, models, read_options, vllm_compat
+from mla_fusion.kernels.card import Widths
 from mla_fusion.report.reasons import Decline
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
@@ -46,8 +47,8 @@ def why_not(vllm_config: Any) -> Decline | None:
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return Decline("context-parallel", "prefill")
     if parallel.decode_context_parallel_size > 1:
-        if options.provider == "aiter":
-            return Decline("context-parallel", "AITER leaves out queries of other ranks' tokens")
+        if decline := kernels.PROVIDERS[options.provider].ranks:
+            return decline
         if planned:
             return Decline("context-parallel", f"attention={options.attention}")
     whole, mode = compilation.splitting_ops == [], getattr(compilation.cudagraph_mode, "name", "")
@@ -106,64 +107,61 @@ def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
 class LayerFacts:
     """The facts of one layer that the passes need, free of references to the model.
 
-    `decline` says why the fused op cannot serve it; `query` and `cache` are the types of the
-    prepared query and of the cache; `plain_output` says why its attention op cannot quantize its
-    output.
+    decline: why the fused op cannot serve it.
+    query, cache, activation: types of the prepared query, of the cache and of the activations.
+    no_product: why a decode cannot multiply with W_UV; empty if it can.
+    planner: who decodes: "portable", "aiter" or, by any other word, vLLM's backend.
     """
 
     decline: Decline | None
     query: torch.dtype
     cache: torch.dtype
-    plain_output: str = ""
+    activation: torch.dtype
+    no_product: str = ""
+    planner: str = ""
+
+    @property
+    def plain_output(self) -> str:
+        """Why the decode has no epilogue, which could quantize the output; empty if it has one."""
+        if self.planner == "portable":
+            return self.no_product
+        return "AITER's decode has none" if self.planner == "aiter" else "vLLM's backend decodes"
 
 
 def facts(
-    layer: Any, provider: str, activation: torch.dtype, attention: str = "auto", query_len: int = 1
+    layer: Any, provider: str, model: torch.dtype, attention: str = "auto", query_len: int = 1
 ) -> LayerFacts:
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
 
-    `activation` is the type of the graph's activations, `query_len` the most query tokens of a
-    sequence in a decode step; the other two as in `config.Options`.
+    `model` is the type of the model's activations, which a layer has whose W_UK is packed: another
+    has that of W_UK. `query_len` is the most query tokens of a sequence in a decode step; the other
+    two as in `config.Options`.
     """
-    fp8 = layer.kv_cache_dtype.startswith("fp8")
-    quantized = fp8 and layer.impl.supports_quant_query_input
-    query = vllm_compat.fp8_dtype() if quantized else activation
-    cache = cache_dtype(layer, activation)
-    decline = _decline(layer, provider, activation, cache)
+    weights, fp8 = vllm_compat.weights(layer), vllm_compat.fp8_dtype()
+    activation = model if weights.w_uk is None else weights.w_uk.dtype
+    query, cache = activation, _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
+    if layer.kv_cache_dtype.startswith("fp8"):
+        query, cache = fp8 if layer.impl.supports_quant_query_input else activation, fp8
+    no_product = _no_product(weights.w_uv, activation)
+    decline = _decline(layer, provider, weights, activation, cache)
     if decline is None and attention in PLANNED:
         decline = why_no_decode(layer, attention, query, cache, query_len)
-    return LayerFacts(decline, query, cache, no_epilogue(layer, attention, activation))
+    return LayerFacts(decline, query, cache, activation, no_product, attention)
 
 
-def activation_of(layer: Any, model: torch.dtype) -> torch.dtype:
-    """The type of a layer's activations: that of W_UK, or where it is packed, of the `model`."""
-    weight = vllm_compat.absorb_weight(layer)
-    return model if weight is None else weight.dtype
-
-
-def no_epilogue(layer: Any, attention: str, activation: torch.dtype) -> str:
-    """Why the decode of this layer by "portable", "aiter" or another word, vLLM's backend, has no
-    epilogue; empty if it has one."""
-    if attention != "portable":
-        return "AITER's decode has none" if attention == "aiter" else "vLLM's backend decodes"
-    weight = vllm_compat.value_weight(layer)
-    if weight is None:
+def _no_product(w_uv: torch.Tensor | None, activation: torch.dtype) -> str:
+    """Why a decode cannot multiply with W_UV; empty if it can."""
+    if w_uv is None:
         return "neither W_UV nor W_UV.weight is a plain tensor"
-    if weight.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != activation:
-        return f"W_UV is {weight.dtype}, the activations are {activation}"
+    if w_uv.dtype not in (torch.bfloat16, torch.float16) or w_uv.dtype != activation:
+        return f"W_UV is {w_uv.dtype}, the activations are {activation}"
     return ""
 
 
-def cache_dtype(layer: Any, activation: torch.dtype) -> torch.dtype:
-    """The type of a layer's cache, one of `FUSABLE_CACHES`."""
-    if layer.kv_cache_dtype.startswith("fp8"):
-        return vllm_compat.fp8_dtype()
-    return _CACHE_TYPES.get(layer.kv_cache_dtype, activation)
-
-
 def _decline(
-    layer: Any, provider: str, activation: torch.dtype, cache: torch.dtype
-) -> Decline | None:
+    layer: Any, provider: str, weights: vllm_compat.Weights, activation: torch.dtype,
+    cache: torch.dtype,
+) -> Decline | None:  # fmt: skip
     if vllm_compat.is_batch_invariant():  # where the passes run without the plugin
         return Decline("batch-invariant")
     impl = layer.impl
@@ -180,23 +178,18 @@ def _decline(
         return Decline("kv-cache-dtype", layer.kv_cache_dtype)
     if getattr(layer, "is_amx_bmm_enabled", False):
         return Decline("packed-weights", "AMX")
-    packed = vllm_compat.packed_weight(layer)
-    if packed and provider != "aiter":
+    packed, card = weights.packed, kernels.PROVIDERS[provider]
+    if packed and not card.packed:
         return Decline("packed-weights", f"AITER {packed}")
     if packed and activation != torch.bfloat16:
         why = f"AITER's {packed} product is one of bf16, not of {activation}"
         return Decline("packed-weights", why)
-    if not packed and vllm_compat.absorb_weight(layer) is None:
+    if not packed and weights.w_uk is None:
         return Decline("packed-weights", "neither W_UK_T nor W_UK_T.weight is a plain tensor")
     if cache not in (activation, vllm_compat.fp8_dtype()):
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
-    fp8 = provider == "triton" and layer.kv_cache_dtype.startswith("fp8")
-    if fp8 and (why := gpu.of(layer._k_scale.device).no_fp8()):
-        return Decline("kv-cache-dtype", why)
-    widths = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
-    if why := kernels.unsupported(provider, *widths):
-        return Decline("shape", f"provider {provider}: {why}")
-    return None
+    widths = Widths(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank)
+    return card.why_not(widths, cache, gpu.of(layer._k_scale.device))
 
 
 def why_no_decode(

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,12 @@ def _platform() -> Any:
     return current_platform
 
 
+def _envs() -> Any:
+    from vllm import envs
+
+    return envs
+
+
 def versions() -> dict[str, str]:
     """The releases that compile a graph together, and the device they compile it for."""
     device = _platform().get_device_name() if is_gpu() else _platform().device_name
@@ -57,7 +63,10 @@ def is_gpu() -> bool:
 
 def default_provider() -> str:
     """Who computes the fused op on vLLM's platform if none is named; empty where there is none."""
-    return "aiter" if is_rocm() else "triton" if _platform().is_cuda() else ""
+    from mla_fusion.kernels.card import serving
+
+    platform = "rocm" if is_rocm() else "cuda" if _platform().is_cuda() else ""
+    return next(iter(serving(platform)), "")
 
 
 def gpu_arch() -> str:
@@ -73,16 +82,12 @@ def gpu_name() -> str:
 
 def compile_environment() -> str:
     """The environment variables that vLLM's compile cache depends on, as text."""
-    from vllm import envs
-
-    return repr(sorted(envs.compile_factors().items()))
+    return repr(sorted(_envs().compile_factors().items()))
 
 
 def cache_root() -> Path:
     """The folder in which vLLM keeps its compile cache."""
-    from vllm import envs
-
-    return Path(envs.VLLM_CACHE_ROOT)
+    return Path(_envs().VLLM_CACHE_ROOT)
 
 
 def is_supported(version: str) -> bool:
@@ -106,16 +111,12 @@ def uses_mla(model_config: Any) -> bool:
 
 def is_batch_invariant() -> bool:
     """True if vLLM promises that a sequence's result does not depend on the rest of its batch."""
-    from vllm import envs
-
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))  # doctor asks any release
+    return bool(getattr(_envs(), "VLLM_BATCH_INVARIANT", False))  # doctor asks any release
 
 
 def switched_off() -> list[str]:
     """The variables of this process's environment that switch MLA or torch.compile off."""
-    from vllm import envs
-
-    mla = ["VLLM_MLA_DISABLE"] if getattr(envs, "VLLM_MLA_DISABLE", False) else []
+    mla = ["VLLM_MLA_DISABLE"] if getattr(_envs(), "VLLM_MLA_DISABLE", False) else []
     # torch reads both as text: "true" switches nothing off.
     compiler = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     return mla + [name for name in compiler if os.environ.get(name) == "1"]
@@ -164,30 +165,9 @@ def runs_breakable_cudagraphs() -> bool:
     return bool(is_breakable_cudagraph_enabled())
 
 
-def another_backend(backend: Any, vllm_config: Any) -> Any:
-    """A backend of vLLM for torch.compile like `backend`, of another config; from 0.33 on one knows
-    whether it stores compiled code."""
-    stores = getattr(backend, "use_mega_artifact", None)
-    known = {} if stores is None else {"use_aot_compile": stores}
-    return type(backend)(vllm_config, f"{backend.prefix}_decode", backend.is_encoder, **known)
-
-
 def stores_compiled_code(backend: Any) -> bool:
-    """True if vLLM stores the compiled code of a backend itself, not a graph to compile again."""
-    from vllm import envs
-
-    return bool(getattr(backend, "use_mega_artifact", envs.VLLM_USE_MEGA_AOT_ARTIFACT))
-
-
-def piecewise_graph(run: Callable[..., Any], vllm_config: Any) -> Callable[..., Any]:
-    """`run`, a piece of a graph, with vLLM's CUDA graphs of pieces, one for each batch size."""
-    from vllm.compilation.cuda_graph import CUDAGraphOptions
-    from vllm.config import CUDAGraphMode
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    made = resolve_obj_by_qualname(_platform().get_static_graph_wrapper_cls())
-    options = CUDAGraphOptions(debug_log_enable=False, gc_disable=True, weak_ref_output=False)
-    return made(run, vllm_config, CUDAGraphMode.PIECEWISE, options)
+    """True if vLLM stores a backend's compiled code, not a graph; from 0.33 on each one knows."""
+    return bool(getattr(backend, "use_mega_artifact", _envs().VLLM_USE_MEGA_AOT_ARTIFACT))
 
 
 def gather(value: Any) -> list[Any]:
@@ -256,24 +236,27 @@ def fp8_dtype() -> torch.dtype:
     return _platform().fp8_dtype()
 
 
-def absorb_weight(layer: Any, name: str = "W_UK_T") -> torch.Tensor | None:
-    """W_UK [H, P, L] of an MLA layer, or another weight; None if it is packed. Up to 0.33 `W_UK_T`
-    is the tensor; vllm#55741 (open) puts an object with it as `weight` there."""
+class Weights(NamedTuple):
+    """The weights with which an MLA layer decodes; None where it holds no plain tensor."""
+
+    packed: str  # format in which AITER's products take both; empty if vLLM's own do
+    w_uk: torch.Tensor | None  # [H, P, L]
+    w_uv: torch.Tensor | None  # [H, L, V]; None with a packed format
+
+
+def weights(layer: Any) -> Weights:
+    """The weights of an MLA layer as they are now: a reload may put other tensors there."""
+    formats = ("fp4", "fp8")  # in vLLM's precedence
+    packed = next((k for k in formats if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", 0)), "")
+    return Weights(packed, _plain(layer, "W_UK_T"), None if packed else _plain(layer, "W_UV"))
+
+
+def _plain(layer: Any, name: str) -> torch.Tensor | None:
+    """Up to 0.33 a tensor has this name; vllm#55741 (open) has an object with it as `weight`."""
     kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1
     return weight if plain else None
-
-
-def value_weight(layer: Any) -> torch.Tensor | None:
-    """W_UV [H, L, V] of an MLA layer; None if it is packed."""
-    return None if packed_weight(layer) else absorb_weight(layer, "W_UV")
-
-
-def packed_weight(layer: Any) -> str:
-    """Format of W_UK for AITER's products, in vLLM's precedence; empty if it is a plain tensor."""
-    kinds = (k for k in ("fp4", "fp8") if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", False))
-    return next(kinds, "")
 
 
 def mla_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,10 +292,9 @@ def chose_sparse_backend(vllm_config: Any) -> bool:
     return bool(asked and custom.get_path() == SPARSE_BACKEND)
 
 
-def may_have_sparse_layers(vllm_config: Any) -> bool:
-    """True if a layer may be of `SPARSE_BACKEND`, or its operator be told why none is."""
-    made = SPARSE_BACKEND.rpartition(".")[0] in sys.modules  # imported for the first layer
-    return made or chose_sparse_backend(vllm_config)
+def made_sparse_layers() -> bool:
+    """True if a layer of this process may be of `SPARSE_BACKEND`: the first one imports it."""
+    return SPARSE_BACKEND.rpartition(".")[0] in sys.modules
 
 
 def sparse_backend() -> tuple[Any, Any]:
@@ -360,11 +342,10 @@ def write_cache_slots(
     from vllm.v1.attention.backends.mla import rocm_aiter_mla_sparse as module
 
     tokens, width = chosen.shape
-    page = metadata.block_size
-    rows = {"BLOCK_STRIDE_ROWS": page} if hasattr(module, "flat_kv_row_view") else {}
+    rows = {"BLOCK_STRIDE_ROWS": metadata.block_size} if hasattr(module, "flat_kv_row_view") else {}
     module.triton_convert_req_index_to_global_index(
         metadata.req_id_per_token[:tokens], metadata.block_table, chosen, starts, out,
-        BLOCK_SIZE=page, NUM_TOPK_TOKENS=width, **rows,
+        BLOCK_SIZE=metadata.block_size, NUM_TOPK_TOKENS=width, **rows,
     )  # fmt: skip
 
 

@@ -5,13 +5,13 @@ This package knows torch and Triton, not vLLM: a kernel engineer can use it alon
 
 import functools
 import importlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from mla_fusion.kernels.card import PROVIDERS as PROVIDERS
 from mla_fusion.kernels.inputs import Inputs, check, validate
-
-PROVIDERS = ("reference", "triton", "aiter")
 
 
 class ProviderUnavailable(RuntimeError):
@@ -20,13 +20,9 @@ class ProviderUnavailable(RuntimeError):
 
 @functools.cache
 def get_provider(name: str) -> Any:
-    """The module that implements provider `name`, after its `require()` found all it needs.
-
-    A provider module has `require() -> None`, which raises `ProviderUnavailable`;
-    `fused_mla_decode_prep(inputs: Inputs) -> Tensor`, which need not validate;
-    `unsupported(nope, rope, latent) -> str`, why it does not serve such widths, or an empty string;
-    and, if a first call compiles or builds something, `warmup` as `triton.warmup`. Nothing falls
-    back: who asked for a kernel gets that kernel or an error."""
+    """The module that implements provider `name`, as `card.Card` describes it, after its
+    `require()` found all it needs. Nothing falls back: who asked for a kernel gets that kernel or
+    an error."""
     return load(__name__, PROVIDERS, name)
 
 
@@ -39,7 +35,7 @@ def why_unavailable(name: str) -> str:
     return ""
 
 
-def load(package: str, providers: tuple[str, ...], name: str) -> Any:
+def load(package: str, providers: Collection[str], name: str) -> Any:
     """The module `name`, one of `providers` in a package, after its `require()`."""
     if name not in providers:
         raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(providers)}")
@@ -47,13 +43,6 @@ def load(package: str, providers: tuple[str, ...], name: str) -> Any:
     module = importlib.import_module(f"{package}.{name}")
     module.require()
     return module
-
-
-def unsupported(provider: str, nope: int, rope: int, latent: int) -> str:
-    """Why `provider` does not serve a layer with these P, R and L; empty if it does. Asked without
-    what the provider needs, which its module imports when it is called."""
-    module = importlib.import_module(f"mla_fusion.kernels.{provider}")
-    return str(module.unsupported(nope, rope, latent))
 
 
 def fused_mla_decode_prep(

@@ -29,6 +29,7 @@ import torch
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels.arithmetic import FP8_DTYPES, absorb, scale
 from mla_fusion.kernels.capture import refuse_during_capture
+from mla_fusion.kernels.card import Widths, aiter_widths
 from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.kernels.inputs import validate as validate_shapes
 
@@ -92,12 +93,6 @@ def require() -> None:
         )
 
 
-def unsupported(nope: int, rope: int, latent: int) -> str:
-    """Why AITER's op does not take a layer of these widths; empty if it does."""
-    wanted = "an even qk_rope_head_dim and a kv_lora_rank that is a multiple of 8"
-    return f"AITER takes {wanted}, not {rope} and {latent}" if rope % 2 or latent % 8 else ""
-
-
 def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
     """See `mla_fusion.kernels.fused_mla_decode_prep`; `w_uk_t` may be packed."""
     import aiter
@@ -130,8 +125,8 @@ def validate(inputs: Inputs, arch_fp8: torch.dtype) -> None:
     validate_shapes(inputs)
     q, kv_c, k_pe, kv_cache = inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache
     act, (tokens, heads, _), (_, nope, latent) = q.dtype, q.shape, inputs.w_uk_t.shape
-    if why := unsupported(nope, rope := k_pe.shape[1], latent):
-        raise ValueError(why)
+    if why := aiter_widths(Widths(nope, rope := k_pe.shape[1], latent)):
+        raise ValueError(why.detail)
     general = not (rope == 64 and latent == 512 and latent * heads >= 2048)
     for name, ok, want in (
         ("q", act in (torch.float32, torch.float16, torch.bfloat16), "fp32, fp16 or bf16"),

@@ -1,4 +1,4 @@
-"""The launch plan of the fused region by tokens, heads, widths and device, as measured.
+"""The launch plan of the fused region by tokens, heads, widths and GPU, as measured.
 
 `gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
 be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
@@ -14,23 +14,12 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mla_fusion.gpu import CDNA, Gpu
+from mla_fusion.gpu import Gpu
 from mla_fusion.kernels.arithmetic import next_power_of_two
+from mla_fusion.kernels.card import TRITON
+from mla_fusion.kernels.card import Widths as Widths
 
 FOLDER = Path(__file__).with_name("gpus")
-
-
-class Widths(NamedTuple):
-    """P, R and L of a layer."""
-
-    nope: int
-    rope: int
-    latent: int
-
-    def distance(self, other: Widths) -> float:
-        """Distance of two shapes: the sum of the logarithms of their ratios, of each width plus
-        1."""
-        return sum(abs(math.log((a + 1) / (b + 1))) for a, b in zip(self, other, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,47 +40,42 @@ class Plan:
     num_warps: int = 4
 
 
-class Measured(NamedTuple):
-    """The plans measured on one device, of architecture `arch` ("sm_90", "gfx942"): by whether the
-    query is fp8, by widths and by number of heads, rows of (most tokens, plan), ascending."""
+class Row(NamedTuple):
+    """The fastest plan of a GPU for batches of up to `tokens`. fp8: whether the query is."""
 
+    gpu: str
     arch: str
-    rows: dict[bool, dict[Widths, dict[int, list[tuple[int, Plan]]]]]
+    fp8: bool
+    widths: Widths
+    heads: int
+    tokens: int
+    plan: Plan
 
 
 @functools.cache
-def measured() -> dict[str, Measured]:
-    """Plans by device name, from `gpus/`: rows of query, P, R, L, heads, most tokens, a `Plan`."""
-    found = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        table: dict[str, Any] = json.loads(path.read_bytes())
-        device = found[table["gpu"]] = Measured(table["arch"], {True: {}, False: {}})
-        for query, nope, rope, latent, heads, tokens, *plan in table["plans"]:
-            by_heads = device.rows[query == "fp8"].setdefault(Widths(nope, rope, latent), {})
-            by_heads.setdefault(heads, []).append((tokens, Plan(*plan)))
-    return found
+def measured() -> list[Row]:
+    """The rows of every file of `gpus/`."""
+    tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
+    return [
+        Row(of["gpu"], of["arch"], query == "fp8", Widths(*sizes), heads, tokens, Plan(*plan))
+        for of in tables
+        for query, *sizes, heads, tokens, plan in ((*row[:6], row[6:]) for row in of["plans"])
+    ]
 
 
-def default_plan(tokens: int, heads: int, latent: int) -> Plan:
-    """A plan from the shape: tiles as tall as the batch, as many as fill a GPU."""
+def default_plan(tokens: int, heads: int, latent: int, arch: str = "") -> Plan:
+    """A plan from the shape: tiles as tall as the batch, as many as fill a GPU of architecture
+    `arch`."""
     if tokens == 1:
         return Plan(block_m=1, block_n=32, num_warps=2)
     block_m = min(64, max(16, next_power_of_two(tokens)))
     plan = Plan(block_m=block_m, cache_tokens=block_m // 8)
     if heads * latent * math.ceil(tokens / block_m) < 128 * 512:
         return plan
-    return dataclasses.replace(plan, block_n=128, rope_rows=64, rest_last=True)
-
-
-def cdna_plan(arch: str, tokens: int, heads: int, latent: int) -> Plan:
-    """The plan for gfx942 or gfx950, by counts of its instructions, not by measurement.
-
-    128 latents of 128 columns fill half of the LDS of gfx942, and leave a SIMD two waves; one round
-    of smaller tiles has a shorter tail too. gfx950 has the LDS, and from 65 tokens enough tiles."""
-    plan = default_plan(tokens, heads, latent)
-    if plan.block_n < 128 or (arch == "gfx950" and tokens > 64):
-        return plan
-    return dataclasses.replace(plan, block_n=64, cache_tokens=min(4, plan.cache_tokens))
+    plan = dataclasses.replace(plan, rope_rows=64, rest_last=True)
+    if tokens <= TRITON.small_tiles.get(arch, 0):
+        return dataclasses.replace(plan, cache_tokens=min(4, plan.cache_tokens))
+    return dataclasses.replace(plan, block_n=128)
 
 
 def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
@@ -105,25 +89,27 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
     return dataclasses.replace(plan, block_m=block_m, block_n=max(16, plan.block_n // factor))
 
 
-@functools.lru_cache(maxsize=8)
-def device_table(here: Gpu) -> str | None:
-    """The measured device whose plans serve this one: itself, else one of its architecture, else
-    one of `CDNA`, which have plans of their own."""
-    if here.name in measured():
-        return here.name
-    found = next((name for name, device in measured().items() if device.arch == here.arch), None)
-    return here.arch if found is None and here.arch in CDNA else found
+@functools.lru_cache(maxsize=64)
+def _nearest(heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> list[Row]:
+    """The rows of this GPU, else of its architecture, with the nearest widths and, among those, the
+    nearest heads by ratio; empty if none was measured. Kept, because a warm-up asks for each number
+    of tokens."""
+
+    def distance(row: Row) -> tuple[bool, float, float]:
+        # Of widths plus 1, because R may be 0.
+        ratios = ((a + 1) / (b + 1) for a, b in zip(widths, row.widths, strict=True))
+        apart = sum(abs(math.log(ratio)) for ratio in ratios)
+        return row.gpu != here.name, apart, abs(math.log(row.heads / heads))
+
+    rows = [row for row in measured() if (row.arch, row.fp8) == (here.arch, fp8_query)]
+    least = min(map(distance, rows), default=None)
+    return [row for row in rows if distance(row) == least]
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, table: str | None) -> Plan:
-    """The plan for a batch of `tokens` and `heads`; `table` is what `device_table` gives. Widths
-    and, in them, heads use the nearest measured ones by ratio; more tokens the last row."""
-    if table is None:
-        return default_plan(tokens, heads, widths.latent)
-    if table in CDNA:
-        return cdna_plan(table, tokens, heads, widths.latent)
-    by_widths = measured()[table].rows[fp8_query]
-    by_heads = by_widths[min(by_widths, key=widths.distance)]
-    rows = by_heads[min(by_heads, key=lambda nearest: abs(math.log(nearest / heads)))]
-    return next((plan for limit, plan in rows if tokens <= limit), rows[-1][1])
+def choose(tokens: int, heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> Plan:
+    """The plan for a batch of `tokens` and `heads`: by the nearest measurements, of which more
+    tokens use the last row; without measurements by the shape."""
+    if rows := _nearest(heads, fp8_query, widths, here):
+        return min(rows, key=lambda row: (row.tokens < tokens, abs(row.tokens - tokens))).plan
+    return default_plan(tokens, heads, widths.latent, here.arch)

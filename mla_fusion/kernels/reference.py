@@ -15,11 +15,6 @@ def require() -> None:
     """The reference provider needs only torch."""
 
 
-def unsupported(nope: int, rope: int, latent: int) -> str:
-    """Why it does not serve a layer of these widths: it serves all that rotate pairs."""
-    return f"it takes an even qk_rope_head_dim, not {rope}" if rope % 2 else ""
-
-
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
 ) -> torch.Tensor:

@@ -12,7 +12,8 @@ import torch
 from mla_fusion import gpu
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels.arithmetic import FP8_DTYPES, next_power_of_two
-from mla_fusion.kernels.dispatch import Plan, Widths
+from mla_fusion.kernels.card import TRITON, Widths, triton_widths
+from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
 
 
@@ -35,13 +36,13 @@ def require() -> None:
         )
 
 
-def _limit(tensor: torch.Tensor) -> float:
-    """Largest finite value of an fp8 tensor's type, 0 for every other type. Negative on NVIDIA,
-    whose conversion saturates (cvt.rn.satfinite): a clamp costs large batches 4 % of their time."""
-    if tensor.dtype not in FP8_DTYPES:
+def _limit(dtype: torch.dtype, here: gpu.Gpu) -> float:
+    """Largest finite value of an fp8 type, 0 for every other type. Negative on NVIDIA, whose
+    conversion saturates (cvt.rn.satfinite): a clamp costs large batches 4 % of their time."""
+    if dtype not in FP8_DTYPES:
         return 0.0
-    limit = torch.finfo(tensor.dtype).max
-    return -limit if gpu.of(tensor.device).vendor == "NVIDIA" else limit
+    limit = torch.finfo(dtype).max
+    return -limit if here.vendor == "NVIDIA" else limit
 
 
 def refuse_fp8(device: torch.device, **dtypes: torch.dtype) -> None:
@@ -60,16 +61,16 @@ def early_launch(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
-def _direct(plan: Plan, w_uk_t: torch.Tensor, q_out: torch.Tensor) -> bool:
+def _direct(plan: Plan, w_uk_t: torch.Tensor, query: torch.dtype, here: gpu.Gpu) -> bool:
     """True if product tiles are stored straight from registers (see `triton_kernels.py`): of the
     types that were measured. A warp has 16 tokens of a tile, and must have a multiple of 64
     latents; Triton compiles it only for a W_UK of which it can load 16 aligned elements at once."""
     sides, rest = divmod(16 * plan.num_warps, plan.block_m)
     head, row, column = w_uk_t.stride()
     return (
-        gpu.of(q_out.device).arch in gpu.HOPPER
+        here.arch in TRITON.direct
         and w_uk_t.dtype == torch.bfloat16
-        and q_out.dtype in FP8_DTYPES
+        and query in FP8_DTYPES
         and plan.block_m >= 64
         and sides > 0
         and rest == 0
@@ -88,9 +89,10 @@ def _pad(size: int) -> int:
 class Form:
     """Compile-time constants of `mla_prep`.
 
-    ALIGN: the row strides of q, kv_c and k_pe come divided by it. ALL_ROWS: a row with a slot below
-    0 is no padding and has a query. ONE_TOKEN: the rotated rows of a program are of one token.
-    DIRECT: see `triton_kernels.py`. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two."""
+    Q_LIMIT, K_LIMIT: `_limit` of query and cache. ALIGN: the row strides of q, kv_c and k_pe come
+    divided by it. ALL_ROWS: a row with a slot below 0 is no padding and has a query. ONE_TOKEN: the
+    rotated rows of a program are of one token. DIRECT: see `triton_kernels.py`. P_PAD, R_PAD,
+    L_PAD: ranges of Triton's, powers of two."""
 
     P: int
     R: int
@@ -98,6 +100,8 @@ class Form:
     P_PAD: int
     R_PAD: int
     L_PAD: int
+    Q_LIMIT: float
+    K_LIMIT: float
     BLOCK_SIZE: int
     ROPE: bool
     NEOX: bool
@@ -114,19 +118,10 @@ def widths_of(inputs: Inputs) -> Widths:
     return Widths(nope, inputs.k_pe.shape[1], latent)
 
 
-def unsupported(nope: int, rope: int, latent: int) -> str:
-    """Why this provider does not serve a layer of these widths; empty if it does."""
-    for name, size, most in (("qk_nope_head_dim", nope, 256), ("kv_lora_rank", latent, 1024)):
-        if not 1 <= size <= most:
-            return f"the kernel takes a {name} of 1 to {most}, not {size}"
-    is_taken = rope in range(0, 129, 2)
-    return "" if is_taken else f"the kernel takes an even qk_rope_head_dim up to 128, not {rope}"
-
-
-def _check(inputs: Inputs) -> None:
+def _check(inputs: Inputs, widths: Widths) -> None:
     """Raise ValueError for valid inputs that this provider does not take."""
-    if why := unsupported(*widths_of(inputs)):
-        raise ValueError(f"provider 'triton': {why}; use provider 'reference'")
+    if why := triton_widths(widths):
+        raise ValueError(f"{why.detail}; use provider 'reference'")
     for name in ("q", "kv_c", "k_pe", "cos_sin_cache", "kv_cache", "w_uk_t", "q_out"):
         if (tensor := getattr(inputs, name)) is None:
             continue
@@ -147,49 +142,51 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q_out
-    _check(inputs)
-    widths, table = widths_of(inputs), dispatch.device_table(gpu.of(q.device))
-    plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, table)
+    widths, here = widths_of(inputs), gpu.of(q.device)
+    _check(inputs, widths)
+    plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, here)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
-    args, options = launch_arguments(plan, inputs)
     programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     tiles = -(-widths.latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
-    triton_kernels.mla_prep[programs + heads * tiles,](*args, **options)
+    triton_kernels.mla_prep[programs + heads * tiles,](**launch_arguments(plan, inputs))
     return q_out
 
 
-def launch_arguments(plan: Plan, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and keywords of `mla_prep` (also for compiling without a GPU)."""
+def launch_arguments(plan: Plan, inputs: Inputs) -> dict[str, Any]:
+    """Arguments and options of a launch of `mla_prep` (also for compiling without a GPU)."""
     q, kv_c, k_pe, angles = inputs.q, inputs.kv_c, inputs.k_pe, inputs.cos_sin_cache
     tokens, heads, _ = q.shape
     w_uk_t, kv_cache, q_out = inputs.w_uk_t, inputs.kv_cache, inputs.q_out
+    here = gpu.of(q.device)
     # Row strides of one token mean nothing: fixed, they select the variant of the warm-up.
     strides = [x.stride(0) if tokens > 1 else 0 for x in (q, kv_c, k_pe)]
     align = 16 // q.element_size()
     align = 1 if any(stride % align for stride in strides) else align
     q_row, kv_c_row, k_pe_row = (stride // align for stride in strides)
-    args = (
-        q, w_uk_t, kv_c, k_pe, kv_cache, inputs.slot_mapping, inputs.positions,
-        inputs.positions if angles is None else angles,
-        inputs.k_scale, inputs.q_scale, inputs.q_factor, q_out,
-        tokens, heads, q_row, q.stride(1), *w_uk_t.stride(), kv_c_row, k_pe_row,
-        *kv_cache.stride()[:2], 0 if angles is None else angles.stride(0),
-    )  # fmt: skip
+    w_head, w_row, w_col = w_uk_t.stride()
+    cache_block, cache_entry, _ = kv_cache.stride()
     nope, rope, latent = widths_of(inputs)
     form = Form(
         P=nope, R=rope, L=latent, P_PAD=_pad(nope), R_PAD=_pad(rope), L_PAD=_pad(latent),
+        Q_LIMIT=_limit(q_out.dtype, here), K_LIMIT=_limit(kv_cache.dtype, here),
         BLOCK_SIZE=kv_cache.shape[1], ROPE=angles is not None, NEOX=inputs.is_neox, ALIGN=align,
         ALL_ROWS=inputs.context_parallel, ONE_TOKEN=heads % plan.rope_rows == 0,
-        DIRECT=_direct(plan, w_uk_t, q_out), plan=plan,
+        DIRECT=_direct(plan, w_uk_t, q_out.dtype, here), plan=plan,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "FORM": form, "Q_LIMIT": _limit(q_out), "K_LIMIT": _limit(kv_cache),
-        "num_warps": plan.num_warps, "num_stages": 2,
+    return {
+        "q_ptr": q, "w_ptr": w_uk_t, "kv_c_ptr": kv_c, "k_pe_ptr": k_pe, "cache_ptr": kv_cache,
+        "slot_ptr": inputs.slot_mapping, "position_ptr": inputs.positions,
+        "cos_sin_ptr": inputs.positions if angles is None else angles,
+        "k_scale_ptr": inputs.k_scale, "q_scale_ptr": inputs.q_scale,
+        "factor_ptr": inputs.q_factor, "out_ptr": q_out, "tokens": tokens, "heads": heads,
+        "q_row": q_row, "q_head": q.stride(1), "w_head": w_head, "w_row": w_row, "w_col": w_col,
+        "kv_c_row": kv_c_row, "k_pe_row": k_pe_row, "cache_block": cache_block,
+        "cache_entry": cache_entry, "cos_sin_row": 0 if angles is None else angles.stride(0),
+        "FORM": form, "num_warps": plan.num_warps, "num_stages": 2,
         # Contraction would leave one product of x * cos - y * sin unrounded: near zero the result
         # would be many units in the last place off the reference's.
-        "enable_fp_fusion": False,
+        "enable_fp_fusion": False, **early_launch(q.device),
     }  # fmt: skip
-    return args, options | early_launch(q_out.device)
 
 
 def warmup(
@@ -203,8 +200,7 @@ def warmup(
     batch: `kernels.inputs.padded_batch` for a layer. progress: called with a line each."""
     one = batch(1)
     heads, device = one.q.shape[1], one.q.device
-    table = dispatch.device_table(gpu.of(device))
-    layer = heads, one.q_out.dtype in FP8_DTYPES, widths_of(one), table
+    layer = heads, one.q_out.dtype in FP8_DTYPES, widths_of(one), gpu.of(device)
     plans: dict[Plan, int] = {}  # and the fewest tokens that use it
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(dispatch.choose(tokens, *layer), tokens)

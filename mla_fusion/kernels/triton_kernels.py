@@ -136,9 +136,7 @@ def _store(y, given, out_ptrs, m, n_start, form: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(
-    w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form: tl.constexpr, Q_LIMIT: tl.constexpr
-):  # fmt: skip
+def _sum_rows(w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form: tl.constexpr):
     """M_TILES rows of the product, each as a sum over k without matrix instructions."""
     M_TILES: tl.constexpr = form.plan.m_tiles
     for i in tl.static_range(M_TILES):
@@ -149,15 +147,13 @@ def _sum_rows(
         factor = factors_of(given, token)
         q = scaled(q.to(tl.float32), factor, given.factor is not None, q_ptrs.dtype.element_ty)
         y = tl.sum(q[:, None] * w.to(tl.float32), axis=0)
-        y = _product_cast(y, given, inverse, Q_LIMIT, False)
+        y = _product_cast(y, given, inverse, form.Q_LIMIT, False)
         out = out_ptrs + token * given.heads * (form.L + form.R) + n
         tl.store(out, y, mask=(slot >= 0) & (n < form.L))
 
 
 @triton.jit
-def _walk_tiles(
-    w, given, q_ptrs, out_ptrs, inverse, m_start, n_start, form: tl.constexpr, Q_LIMIT: tl.constexpr
-):  # fmt: skip
+def _walk_tiles(w, given, q_ptrs, out_ptrs, inverse, m_start, n_start, form: tl.constexpr):
     """M_TILES tiles of the product, of BLOCK_M tokens each, by matrix instructions."""
     BLOCK_M: tl.constexpr = form.plan.block_m
     M_TILES: tl.constexpr = form.plan.m_tiles
@@ -178,7 +174,7 @@ def _walk_tiles(
             factor = factors_of(given, m + tl.arange(0, BLOCK_M))[:, None]
             q = scaled(q.to(tl.float32), factor, True, q.dtype).to(q.dtype)
         y = tl.dot(q, w, input_precision="ieee")
-        y = _product_cast(y, given, inverse, Q_LIMIT, form.DIRECT)
+        y = _product_cast(y, given, inverse, form.Q_LIMIT, form.DIRECT)
         if form.DIRECT:
             _direct_store(y, slot, out_ptrs, m, n_start, given.heads, form)
         else:
@@ -188,7 +184,7 @@ def _walk_tiles(
 
 
 @triton.jit
-def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.constexpr):
+def product(given, work, form: tl.constexpr, PDL: tl.constexpr):
     """q_nope @ W_UK of a head, for M_TILES * BLOCK_M tokens and BLOCK_N latents. `work` says which:
     latents of a group of tokens in a row, then groups, then heads. Padded rows are not stored."""
     BLOCK_N: tl.constexpr = form.plan.block_n
@@ -204,26 +200,25 @@ def product(given, work, form: tl.constexpr, Q_LIMIT: tl.constexpr, PDL: tl.cons
     if PDL:
         # Weights do not change between launches; everything below may.
         tl.extra.cuda.gdc_wait()
-    inverse = inverse_of(given.q_scale, Q_LIMIT)
+    inverse = inverse_of(given.q_scale, form.Q_LIMIT)
     q_ptrs = given.q + head * given.q_head
     out_ptrs = given.out + head * (form.L + form.R)
     if form.plan.block_m == 1:
-        _sum_rows(w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form, Q_LIMIT)
+        _sum_rows(w, given, q_ptrs, out_ptrs, inverse, m_start, k, n, form)
     else:
-        _walk_tiles(w, given, q_ptrs, out_ptrs, inverse, m_start, n_start, form, Q_LIMIT)
+        _walk_tiles(w, given, q_ptrs, out_ptrs, inverse, m_start, n_start, form)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"])
 def mla_prep(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
     q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row, w_col, kv_c_row,
-    k_pe_row, cache_block, cache_entry, cos_sin_row, FORM: tl.constexpr, Q_LIMIT: tl.constexpr,
-    K_LIMIT: tl.constexpr, PDL: tl.constexpr,
+    k_pe_row, cache_block, cache_entry, cos_sin_row, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`; FORM is a
     `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values. `factor_ptr` is None for
-    a query without a factor: the machine code then has no trace of it. Q_LIMIT and K_LIMIT are of
-    `triton._limit`. PDL: the launch has the programmatic-dependent-launch attribute."""
+    a query without a factor: the machine code then has no trace of it. PDL: the launch has the
+    programmatic-dependent-launch attribute."""
     # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
     # tl.multiple_of has no effect on an argument.
     q_row = q_row * FORM.ALIGN
@@ -250,8 +245,8 @@ def mla_prep(
         if PDL:
             tl.extra.cuda.gdc_wait()
         if unit < cache_programs:
-            triton_rows.cache_rows(given, unit, FORM, K_LIMIT)
+            triton_rows.cache_rows(given, unit, FORM)
         else:
-            triton_rows.query_rows(given, unit - cache_programs, FORM, Q_LIMIT)
+            triton_rows.query_rows(given, unit - cache_programs, FORM)
     else:
-        product(given, work, FORM, Q_LIMIT, PDL)
+        product(given, work, FORM, PDL)

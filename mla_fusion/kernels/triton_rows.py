@@ -121,7 +121,7 @@ def _angles(given, token, slot, ROPE: tl.constexpr):
 
 
 @triton.jit
-def cache_rows(given, unit, form: tl.constexpr, K_LIMIT: tl.constexpr):
+def cache_rows(given, unit, form: tl.constexpr):
     """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
     CACHE_TOKENS: tl.constexpr = form.plan.cache_tokens
     token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
@@ -129,22 +129,22 @@ def cache_rows(given, unit, form: tl.constexpr, K_LIMIT: tl.constexpr):
     slot = tl.load(given.slot + token, mask=inside, other=-1)
     angles = _angles(given, token, slot, form.ROPE)
     valid = slot >= 0
-    inverse = inverse_of(given.k_scale, K_LIMIT)
+    inverse = inverse_of(given.k_scale, form.K_LIMIT)
     cols = tl.arange(0, form.L_PAD)[None, :]
     wanted = inside & (cols < form.L)
     latent = tl.load(given.kv_c + token * given.kv_c_row + cols, mask=wanted, other=0.0)
     slot = tl.where(valid, slot, 0)
     row = slot // form.BLOCK_SIZE * given.cache_block + slot % form.BLOCK_SIZE * given.cache_entry
-    latent = cast(latent.to(tl.float32), inverse, given.cache.dtype.element_ty, K_LIMIT)
+    latent = cast(latent.to(tl.float32), inverse, given.cache.dtype.element_ty, form.K_LIMIT)
     tl.store(given.cache + row + cols, latent, mask=valid & (cols < form.L))
     _rope_rows(
         given.k_pe + token * given.k_pe_row, given.cache + row + form.L, inside, angles, valid,
-        inverse, 1.0, form, K_LIMIT, False, False,
+        inverse, 1.0, form, form.K_LIMIT, False, False,
     )  # fmt: skip
 
 
 @triton.jit
-def rotated_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
+def rotated_rows(given, unit, form: tl.constexpr):
     """RoPE of ROPE_ROWS rows of q_pe [tokens * heads, R]. Returns their numbers, which are inside
     of the batch, their slots, and 1 / scale. ONE_TOKEN: a token's are loaded once for all."""
     ROPE_ROWS: tl.constexpr = form.plan.rope_rows
@@ -154,19 +154,19 @@ def rotated_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
     inside = token < given.tokens
     slot = query_slots(given, token, form.ALL_ROWS)
     angles = _angles(given, token, slot, form.ROPE)
-    inverse = inverse_of(given.q_scale, Q_LIMIT)
+    inverse = inverse_of(given.q_scale, form.Q_LIMIT)
     q = given.q + token * given.q_row + (row % given.heads) * given.q_head + form.P
     _rope_rows(
         q, given.out + row * (form.L + form.R) + form.L, inside, angles, slot >= 0, inverse,
-        factors_of(given, token), form, Q_LIMIT, given.factor is not None, True,
+        factors_of(given, token), form, form.Q_LIMIT, given.factor is not None, True,
     )  # fmt: skip
     return row, inside, slot, inverse
 
 
 @triton.jit
-def query_rows(given, unit, form: tl.constexpr, Q_LIMIT: tl.constexpr):
+def query_rows(given, unit, form: tl.constexpr):
     """`rotated_rows`, and zeros in the latent part of those that are padding."""
-    row, inside, slot, _ = rotated_rows(given, unit, form, Q_LIMIT)
+    row, inside, slot, _ = rotated_rows(given, unit, form)
     cols = tl.arange(0, form.L_PAD)[None, :]
     out = given.out + row * (form.L + form.R) + cols
     # Not stored by the product: a mask on its stores is cheaper than a select for each element.

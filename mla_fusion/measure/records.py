@@ -4,17 +4,25 @@ import csv
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.measure.versions import version_of
 
 T = TypeVar("T")
 Row = dict[str, Any]
 FACTS = ["gpu", "driver", "torch", "triton", "vllm", "commit", "command"]
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package; empty if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _output(*command: str) -> str:

@@ -122,7 +122,8 @@ def apply(vllm_config: Any) -> None:
                 "parallelism it leaves the tokens of other ranks unrotated"
             )
         pass_config.fuse_rope_kvcache_cat_mla = False
-    if page := decode_choice.page_of(vllm_config):
+    options = config.read_options(vllm_config.additional_config)
+    if page := decode_choice.page_of(vllm_config, options):
         # As if the operator had asked: else vLLM asks the backend when the model is loaded.
         cache = vllm_config.cache_config
         cache.block_size, cache.user_specified_block_size = page, True
@@ -139,9 +140,8 @@ def apply(vllm_config: Any) -> None:
     if config.in_one_graph(compilation):
         endpoints = {*(compilation.compile_ranges_endpoints or ()), bucket}
         compilation.compile_ranges_endpoints = sorted(endpoints)
-    provider = config.read_options(vllm_config.additional_config).provider
     fused = "%s: decode steps of up to %d tokens are fused by the %s provider"
-    logger.debug(fused, config.FLAG, bucket, provider)
+    logger.debug(fused, config.FLAG, bucket, options.provider)
 
 
 def _warn_of_misplaced(vllm_config: Any) -> None:

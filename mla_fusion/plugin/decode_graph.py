@@ -65,7 +65,7 @@ def _compile(
     served = original(self, graph, example_inputs)
     layers.mark(decode.graph, _is_attention)
     decode.meta[_OF_DECODE] = True
-    backend = vllm_compat.another_backend(self, config_of(self.vllm_config))
+    backend = _another(self, config_of(self.vllm_config))
     with _partitions_captured(self.vllm_config), _clock_of_compilation():
         run = backend(decode, example_inputs)
     setattr(self, _DECODE, run)
@@ -97,6 +97,14 @@ def config_of(vllm_config: Any) -> Any:
     made.compilation_config = compilation
     setattr(made, _OF_DECODE, True)
     return made
+
+
+def _another(backend: Any, vllm_config: Any) -> Any:
+    """A backend of vLLM like `backend`, of another config, with a cache folder of its own."""
+    known = {}
+    if hasattr(backend, "use_mega_artifact"):
+        known["use_aot_compile"] = backend.use_mega_artifact
+    return type(backend)(vllm_config, f"{backend.prefix}_decode", backend.is_encoder, **known)
 
 
 @contextlib.contextmanager
@@ -261,7 +269,7 @@ def _partitions_captured(vllm_config: Any) -> Iterator[None]:
         def partition(*args: Any) -> Any:
             graphs = _Piece.current.graphs
             if run not in graphs:
-                graphs[run] = vllm_compat.piecewise_graph(run, vllm_config)
+                graphs[run] = _piecewise_graph(run, vllm_config)
             return graphs[run](*args)
 
         return partition
@@ -271,3 +279,16 @@ def _partitions_captured(vllm_config: Any) -> Iterator[None]:
         yield
     finally:
         set_customized_partition_wrappers(None)  # type: ignore[arg-type]
+
+
+def _piecewise_graph(run: Callable[..., Any], vllm_config: Any) -> Callable[..., Any]:
+    """`run`, a partition, with vLLM's CUDA graphs of pieces, one for each batch size."""
+    from vllm.compilation.cuda_graph import CUDAGraphOptions
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    made = resolve_obj_by_qualname(current_platform.get_static_graph_wrapper_cls())
+    options = CUDAGraphOptions(debug_log_enable=False, gc_disable=True, weak_ref_output=False)
+    wrapped: Callable[..., Any] = made(run, vllm_config, CUDAGraphMode.PIECEWISE, options)
+    return wrapped

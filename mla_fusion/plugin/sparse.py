@@ -1,8 +1,14 @@
 """The sparse decode of this library as an attention backend of vLLM."""
 
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
 from mla_fusion import logger
+from mla_fusion.config import models, vllm_compat
 from mla_fusion.config.vllm_compat import SPARSE_BACKEND
-from mla_fusion.plugin.wrap import undo_by
+from mla_fusion.plugin.wrap import undo_by, wrap
 
 
 def offer() -> None:
@@ -20,3 +26,31 @@ def offer() -> None:
         undo_by(custom.clear_override)
     if custom.get_path() != SPARSE_BACKEND:
         logger.debug("another plugin has the attention backend CUSTOM")
+
+
+def take_deepseek_v4(architecture: str) -> None:
+    """Why: the class of these layers is what a function of the model's module returns, which takes
+    the backend CUSTOM for its default.
+
+    How: before a worker of an engine with CUSTOM makes its model, that function is replaced: it
+    returns a subclass that decodes the steps of `runtime.deepseek_v4` here. A later engine of the
+    process without CUSTOM gets vLLM's class. Until: vLLM asks its registry of backends for these
+    layers too.
+    """
+    from vllm.platforms import current_platform
+
+    known = models.facts(architecture)
+    if not (current_platform.is_cuda() and known.package):
+        return
+    from mla_fusion.runtime import deepseek_v4
+
+    def select(original: Callable[..., Any], vllm_config: Any) -> Any:
+        selected = original(vllm_config)
+        chosen = vllm_compat.chose_sparse_backend(vllm_config)
+        if not (chosen and hasattr(selected, "_forward_decode")):
+            return selected
+        slots = pkgutil.resolve_name(f"{known.package}.{known.slots}")
+        return deepseek_v4.decoded_here(selected, known.kinds, slots)
+
+    module, function = known.select.split(":")
+    wrap(importlib.import_module(f"{known.package}.{module}"), function, select)

@@ -1,13 +1,11 @@
 """The work of a worker once it has loaded its model, before its first request, and in each step."""
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from mla_fusion import config
-from mla_fusion.config import models, vllm_compat
-from mla_fusion.plugin import decode_graph
+from mla_fusion.config import vllm_compat
+from mla_fusion.plugin import decode_graph, sparse
 from mla_fusion.plugin.wrap import replace, wrap
 
 ENGINE = "_mla_fusion_engine"  # on a worker whose flag is on, once its model is loaded
@@ -67,13 +65,15 @@ def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
 def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`load_model` of a worker, after which its layers have what persistent and sparse decodes
     need: it must be there before vLLM measures what memory is left."""
-    take_deepseek_v4(self.vllm_config)
+    chosen = vllm_compat.chose_sparse_backend(self.vllm_config)
+    if chosen:
+        sparse.take_deepseek_v4(self.vllm_config.model_config.architecture)
     result = load_model(self, *args, **kwargs)
-    layers = self.vllm_config.compilation_config.static_forward_context
-    if vllm_compat.may_have_sparse_layers(self.vllm_config):
+    if chosen or vllm_compat.made_sparse_layers():
         from mla_fusion.runtime import sparse_step
 
-        sparse_step.attach(layers, self.vllm_config)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        sparse_step.attach(layers, self.vllm_config, chosen)
     if config.is_on(self.vllm_config):
         from mla_fusion.runtime.engine import Engine
 
@@ -93,35 +93,6 @@ def attach(engine: Any) -> None:
 
     for name, state in layer_state.make(engine).items():
         setattr(engine.layers[name], layer_state.ATTRIBUTE, state)
-
-
-def take_deepseek_v4(vllm_config: Any) -> None:
-    """Why: the class of these layers is what a function of the model's module returns, which takes
-    the backend CUSTOM for its default.
-
-    How: before a worker of an engine with CUSTOM makes its model, that function is replaced: it
-    returns a subclass that decodes the steps of `runtime.deepseek_v4` here. An engine without
-    CUSTOM gets vLLM's class. Until: vLLM asks its registry of backends for these layers too.
-    """
-    from vllm.platforms import current_platform
-
-    if not (current_platform.is_cuda() and vllm_compat.chose_sparse_backend(vllm_config)):
-        return
-    known = models.facts(vllm_config.model_config.architecture)
-    if not known.package:
-        return
-    from mla_fusion.runtime import deepseek_v4
-
-    def select(original: Callable[..., Any], vllm_config: Any) -> Any:
-        selected = original(vllm_config)
-        chosen = vllm_compat.chose_sparse_backend(vllm_config)
-        if not (chosen and hasattr(selected, "_forward_decode")):
-            return selected
-        slots = pkgutil.resolve_name(f"{known.package}.{known.slots}")
-        return deepseek_v4.decoded_here(selected, known.kinds, slots)
-
-    module, function = known.select.split(":")
-    wrap(importlib.import_module(f"{known.package}.{module}"), function, select)
 
 
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

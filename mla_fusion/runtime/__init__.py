@@ -144,7 +144,7 @@ def decode_q_prep(
     metadata, layer, _, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
         return out
-    weight = vllm_compat.absorb_weight(layer)
+    weight = vllm_compat.weights(layer).w_uk
     assert weight is not None, "the passes decline a layer without it"
     _, nope, latent = weight.shape
     absorbed = arithmetic.absorb(q[..., :nope], weight)
@@ -271,11 +271,12 @@ def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = 
 
 def _absorb_weight(layer: Any) -> Any:
     """W_UK as vLLM's own product takes it from this layer."""
-    if kind := vllm_compat.packed_weight(layer):
+    found = vllm_compat.weights(layer)
+    if found.packed:
         from mla_fusion.kernels.aiter import PackedWeight
 
-        return PackedWeight(kind, layer.W_K, layer.W_K_scale)
-    return vllm_compat.absorb_weight(layer)
+        return PackedWeight(found.packed, layer.W_K, layer.W_K_scale)
+    return found.w_uk
 
 
 def _typed_cache(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -58,20 +58,21 @@ def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
 
 def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """With `auto`: ours for the batches in which it was measured not slower, on GPUs with rows."""
-    if not measured.has_measurements(engine.gpu):
+    found = engine.measured
+    if not found.spans:
         return Choice()
     backend, most = layer.attn_backend.get_name(), engine.sequences
     kernel = _name(facts.query), layer.num_heads, engine.rows
-    why = engine.unmeasured or _not_measured(layer, engine, facts)
-    if why := why or measured.why_not_run(engine.gpu, kernel):
+    why = found.why_not or _not_measured(layer, engine, facts) or found.why_not_run(kernel)
+    if why:
         return Choice(why=f"{backend} (auto: {why})")
-    key, spans = (*kernel, backend), measured.spans(engine.gpu, engine.context)
-    runs = tuple((a, min(b, most)) for a, b in spans.get(key, ()) if a <= most)
-    source = measured.source(engine.gpu, key)
+    key = *kernel, backend
+    runs = tuple((a, min(b, most)) for a, b in found.spans.get(key, ()) if a <= most)
+    source = found.source(key)
     if not runs:
-        found = "measured slower than it" if key in spans else "not measured against it"
+        why = "measured slower than it" if key in found.spans else "not measured against it"
         shape = f"{measured.heads_and_rows(kernel)} in {_name(facts.query)}"
-        return Choice(why=f"{backend} (auto: {found}{source} with {shape})")
+        return Choice(why=f"{backend} (auto: {why}{source} with {shape})")
     steps = f"with {measured.words(runs)} sequences"
     steps += "" if runs == ((1, most),) else f", {backend} else"
     return Choice("portable", runs, f"portable {steps} (auto: as measured{source})")
@@ -102,19 +103,18 @@ def described(choices: Iterable[Choice], options: config.Options) -> str:
     return "; ".join(filter(None, found)) or options.attention
 
 
-def page_of(vllm_config: Any) -> int:
+def page_of(vllm_config: Any, options: config.Options) -> int:
     """Tokens of a page of the KV cache that a kernel of this GPU needs: Hopper's copy engine takes
     a tile from within a page only, and none from the 16 tokens of some backends. 0 where an engine
     needs no such page, or its operator named one."""
-    options = config.read_options(vllm_config.additional_config)
-    attention = options.attention
-    ours = attention == "portable" or (attention == "auto" and _is_listed(options, vllm_config))
-    if not ours or vllm_config.cache_config.user_specified_block_size:
+    if vllm_config.cache_config.user_specified_block_size:
+        return 0
+    if options.attention != "portable" and not _may_be_ours(vllm_config, options):
         return 0
     return max(card.page for card in cards.of(gpu.Gpu(arch=vllm_compat.gpu_arch())))
 
 
-def _is_listed(options: config.Options, vllm_config: Any) -> bool:
+def _may_be_ours(vllm_config: Any, options: config.Options) -> bool:
     """Whether `auto` may come to the portable decode, before the layers and their backend exist."""
     model = vllm_config.model_config
     fp8 = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
@@ -123,5 +123,5 @@ def _is_listed(options: config.Options, vllm_config: Any) -> bool:
     sizes = model.hf_text_config
     widths = getattr(sizes, "kv_lora_rank", 0), getattr(sizes, "qk_rope_head_dim", 0)
     kernel = _name(dtype), heads, config.query_rows(vllm_config)
-    listed = measured.is_listed(vllm_compat.gpu_name(), model.max_model_len, kernel)
-    return listed and widths == measured.WIDTHS and not measured.why_no_engine(vllm_config, options)
+    found = measured.Measurements.of(vllm_config, options)
+    return widths == measured.WIDTHS and found.favour(kernel)

@@ -3,7 +3,7 @@
 vLLM's class gives decode tokens, each draft a row of its own, to `_forward_decode`: over a window
 of the last tokens, and in most layers over entries that stand for several tokens each, all of them
 or those that an indexer chose. A model has up to three kinds of layer. In a step all layers of a
-kind read as many entries, so each kind has a scratch. `plugin.workers` replaces vLLM's class.
+kind read as many entries, so each kind has a scratch. `plugin.sparse` replaces vLLM's class.
 """
 
 import functools

@@ -8,7 +8,7 @@ import torch
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
-from mla_fusion.runtime import measured
+from mla_fusion.runtime.measured import Measurements
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Engine:
     page: tokens of a page of the KV cache.
     cache: vLLM's type of the KV cache.
     pads_sequences: AITER's backend lengthens sequences by queries left out.
-    gpu: NVIDIA's name of the GPU; empty on other platforms.
-    unmeasured: why `attention=auto` has no measurements of such an engine; empty if it has.
+    measured: measurements by which `attention=auto` decides.
     tables: all that `runtime.tables` derives for its layers.
     """
 
@@ -45,8 +44,7 @@ class Engine:
     page: int = 0
     cache: str = "auto"
     pads_sequences: bool = False
-    gpu: str = ""
-    unmeasured: str = ""
+    measured: Measurements = field(default_factory=Measurements)
     tables: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -55,14 +53,12 @@ class Engine:
         options = config.read_options(vllm_config.additional_config)
         bucket, model = config.decode_bucket(vllm_config), vllm_config.model_config
         found = vllm_config.compilation_config.static_forward_context
-        gpu = vllm_compat.gpu_name()
-        by_rows = options.attention == "auto" and measured.has_measurements(gpu)
         return cls(
             options, bucket, config.query_rows(vllm_config),
             min(vllm_config.scheduler_config.max_num_seqs, bucket), model.dtype,
             layers=vllm_compat.mla_layers(found), other_layers=vllm_compat.other_layers(found),
             model=model.architecture, context=model.max_model_len,
             page=vllm_config.cache_config.block_size, cache=vllm_config.cache_config.cache_dtype,
-            pads_sequences=vllm_compat.pads_sequences(vllm_config), gpu=gpu,
-            unmeasured=measured.why_no_engine(vllm_config, options) if by_rows else "",
+            pads_sequences=vllm_compat.pads_sequences(vllm_config),
+            measured=Measurements.of(vllm_config, options),
         )  # fmt: skip

@@ -37,7 +37,7 @@ class LayerState:
         """W_UV [H, L, V] if the decode of this layer multiplies with it itself. It is read in each
         step: a reload may put another tensor there."""
         fused = self.plan is not None and self.facts is not None and not self.facts.plain_output
-        return vllm_compat.value_weight(layer) if fused else None
+        return vllm_compat.weights(layer).w_uv if fused else None
 
 
 _without_plugin: WeakKeyDictionary[Any, LayerState] = WeakKeyDictionary()
@@ -59,22 +59,20 @@ def make(engine: Engine) -> dict[str, LayerState]:
     states, plans = {}, dict[tuple[Any, ...], StepPlan]()
     options = engine.options
     for name, layer in engine.layers.items():
-        activation = eligibility.activation_of(layer, engine.activation)
         facts = eligibility.facts(
-            layer, options.provider, activation, options.attention, engine.rows
+            layer, options.provider, engine.activation, options.attention, engine.rows
         )
         choice, plan = choose(layer, engine, facts), None
         if choice.planner:
-            plain = eligibility.no_epilogue(layer, choice.planner, activation)
-            facts = replace(facts, plain_output=plain)
             settings = _settings(layer, engine, choice, facts)
             width = layer.kv_lora_rank + layer.qk_rope_head_dim
-            key = *settings.items(), choice.runs, choice.slower_from, width, activation
+            key = *settings.items(), choice.runs, choice.slower_from, width, facts.activation
             if key not in plans:
                 allocated = attention.PersistentDecodePlan.allocate(**settings)
-                plans[key] = StepPlan(allocated, activation, choice)
+                plans[key] = StepPlan(allocated, facts.activation, choice)
             plan = plans[key]
-        states[name] = LayerState(facts, choice, plan, engine.tables)
+        decided = replace(facts, planner=choice.planner)
+        states[name] = LayerState(decided, choice, plan, engine.tables)
     if vllm_compat.is_first_rank():
         shared = Counter(state.plan for state in states.values() if state.plan)
         for plan, count in shared.items():

@@ -16,10 +16,10 @@ Rows decide for all releases of vLLM, and of Triton with which the kernels have 
 engine that brings a newer one should not lose what was measured.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,9 +80,50 @@ def files(gpu: str) -> str:
     return own + ("shipped measurements" if _shipped(gpu) else "nothing: vLLM decodes")
 
 
-def source(gpu: str, shape: Shape) -> str:
-    """For the report: the file that has a shape, behind a comma; empty if it was shipped."""
-    return f", {own_file(gpu)}" if shape in _own(gpu) else ""
+@dataclass(frozen=True)
+class Measurements:
+    """The measurements by which `attention=auto` decides in an engine.
+
+    gpu: name of the engine's GPU.
+    spans: as `spans` returns them; empty where nothing was measured, or another option decides.
+    why_not: the fact of the engine that they do not cover; empty if they cover it.
+    """
+
+    gpu: str = ""
+    spans: Mapping[Shape, tuple[Span, ...]] = field(default_factory=dict)
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, vllm_config: Any, options: Options) -> "Measurements":
+        """The measurements for an engine with this config of vLLM."""
+        gpu, context = vllm_compat.gpu_name(), vllm_config.model_config.max_model_len
+        found = spans(gpu, context) if options.attention == "auto" else {}
+        if not found:
+            return cls()
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return cls(gpu, found, "ranks share the cache")
+        decline = eligibility.why_no_plan(vllm_config, replace(options, attention="portable"))
+        return cls(gpu, found, decline.explain() if decline else "")
+
+    def source(self, shape: Shape) -> str:
+        """For the report: the file that has a shape, behind a comma; empty if it was shipped."""
+        return f", {own_file(self.gpu)}" if shape in _own(self.gpu) else ""
+
+    def why_not_run(self, of: Kernel) -> str:
+        """Why a kernel is not known to run here with the installed Triton; empty if it is."""
+        dtype, heads, rows = of
+        decodes = Decodes(heads, rows, getattr(torch, dtype), sum(WIDTHS))
+        newest = cards.planned(Gpu(arch=vllm_compat.gpu_arch()), decodes).newest_triton
+        checked = any(shape[:3] == of for shape in _own(self.gpu))
+        if newest is None or triton_version() <= newest or checked:
+            return ""
+        triton = "{}.{}".format(*triton_version())
+        return f"the kernel for {heads_and_rows(of)} has not run with Triton {triton}"
+
+    def favour(self, of: Kernel) -> bool:
+        """True if ours is to be used against some backend, with the kernel for such a query."""
+        faster = any(runs and shape[:3] == of for shape, runs in self.spans.items())
+        return faster and not self.why_not and not self.why_not_run(of)
 
 
 @functools.cache
@@ -163,33 +204,6 @@ def read(path: Path, gpu: str, kernels: str = "") -> dict[Shape, list[Row]]:
     return found
 
 
-def why_no_engine(vllm_config: Any, options: Options) -> str:
-    """The fact of an engine that the measurements do not cover; empty if they cover it."""
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        return "ranks share the cache"
-    portable = dataclasses.replace(options, attention="portable")
-    decline = eligibility.why_no_plan(vllm_config, portable)
-    return decline.explain() if decline else ""
-
-
-def why_not_run(gpu: str, of: Kernel) -> str:
-    """Why a kernel is not known to run on a GPU with the installed Triton; empty if it is."""
-    dtype, heads, rows = of
-    decodes = Decodes(heads, rows, getattr(torch, dtype), sum(WIDTHS))
-    newest = cards.planned(Gpu(arch=vllm_compat.gpu_arch()), decodes).newest_triton
-    checked = any(shape[:3] == of for shape in _own(gpu))
-    if newest is None or triton_version() <= newest or checked:
-        return ""
-    triton = "{}.{}".format(*triton_version())
-    return f"the kernel for {heads_and_rows(of)} has not run with Triton {triton}"
-
-
 def heads_and_rows(of: Kernel) -> str:
     """For people: the heads of a kernel, and its query rows if there are several."""
     return f"{of[1]} heads" + (f" x {of[2]} query rows" if of[2] > 1 else "")
-
-
-def is_listed(gpu: str, max_model_len: int, of: Kernel) -> bool:
-    """True if ours is to be used against some backend, with the kernel for such a query."""
-    found = spans(gpu, max_model_len).items()
-    return any(runs and shape[:3] == of for shape, runs in found) and not why_not_run(gpu, of)

@@ -173,8 +173,8 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
         return Decline("sparse-platform")
     if rocm and config.read_options(vllm_config.additional_config).attention != "portable":
         return Decline("sparse-unmeasured")
-    if why := cards.why_no_sparse(here):
-        return Decline("provider-unavailable", why)
+    if decline := cards.why_no_sparse(here):
+        return decline
     cache, heads, chosen = impl.kv_cache_dtype, impl.num_heads, impl.topk_indices_buffer
     widths, slower = vllm_compat.sparse_widths(impl), ""
     found = {
@@ -216,13 +216,12 @@ def declined(vllm_config: Any, found: dict[str, bool], slower: str) -> Decline |
     return Decline("sparse-slower", slower) if slower else None
 
 
-def attach(layers: Mapping[str, Any], vllm_config: Any) -> None:
+def attach(layers: Mapping[str, Any], vllm_config: Any, chosen: bool) -> None:
     """Give each layer of the backend CUSTOM, or its implementation, what it shares with those of
     its shape in `layers`, which own it; None where vLLM decodes every step. The log says both, and
-    each reason, once; also of sparse layers with another backend than CUSTOM, which was chosen."""
+    each reason, once; if CUSTOM was `chosen`, also of sparse layers with another backend."""
     said: Counter[tuple[int, str]] = Counter()
     shared: dict[tuple[Any, ...], Shared] = {}
-    chosen = vllm_compat.chose_sparse_backend(vllm_config)
     for layer in layers.values():
         v4 = hasattr(layer, "swa_cache_layer")
         owner: Any = layer if v4 else getattr(layer, "impl", None)

@@ -68,7 +68,7 @@ def plan(at, a):
 
 
 def entries(found, kv_indptr, block_table, page_size):
-    """`entries_kernel.launch` of the library, by torch: where each KV token is in the cache."""
+    """As `entries_kernel.write_entries`, by torch: where each KV token is in the cache."""
     batch, columns = block_table.shape
     token = torch.arange(min(block_table.numel() * page_size, len(found)), dtype=torch.int32)
     sequence = torch.searchsorted(kv_indptr[1:], token, right=True).clamp_(max=batch - 1)

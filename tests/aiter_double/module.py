@@ -56,7 +56,7 @@ class Double:
             for module in modules:
                 setattr(self._module(module), name, self.ops[name])
         self.modules[_ENTRIES] = entries = types.ModuleType(_ENTRIES)
-        entries.launch = metadata.entries  # type: ignore[attr-defined]
+        entries.write_entries = metadata.entries  # type: ignore[attr-defined]
 
     def calls(self, name):
         """The arguments, by name, of every call of one op."""

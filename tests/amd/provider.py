@@ -23,12 +23,13 @@ WRITABLE = {
     "mla_quantize": ("out_ptr", "scale_ptr"),
     "mla_plan": (
         "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
-        "plan_qo_indptr", "plan_kv_indptr", "scratch",
+        "qo_indptr", "kv_indptr", "scratch",
     ),
 }  # fmt: skip
 KERNELS = (
-    (region_kernels, "mla_prep"), (planner_triton, "mla_plan"), (decode_kernel, "kernel"),
-    (cdna_kernel, "kernel"), (reduce_kernel, "kernel"), (quantize_kernel, "kernel"),
+    (region_kernels, "mla_prep"), (planner_triton, "mla_plan"),
+    (decode_kernel, "mla_decode_triton"), (cdna_kernel, "mla_decode_cdna"),
+    (reduce_kernel, "mla_reduce"), (quantize_kernel, "mla_quantize"),
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ class _OnMachine:
 
     def __init__(self, target, kernel, run):
         self.target, self.kernel, self.run = target, kernel, run
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: self.run(

@@ -18,12 +18,11 @@ MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (1
 
 
 def launch_of(target, kind, heads, page):
-    """What a decode launches: arguments and options, for blocks of `page` tokens."""
+    """The launch of a decode, for blocks of `page` tokens."""
     given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
     assert not cdna_cards.decode(given)
     with imitated(target):
-        _, args, options = cdna_kernel.arguments(given)
-    return args, options
+        return cdna_kernel.launch_of(given)
 
 
 @TARGETS
@@ -32,15 +31,15 @@ def launch_of(target, kind, heads, page):
     [*SOME, *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE)],
 )
 def test_resources(target, kind, heads, page):
-    args, options = launch_of(target, kind, heads, page)
-    kernel = cdna_kernel.kernel
-    report = compile_report(target, kernel, args, options)
+    launch = launch_of(target, kind, heads, page)
+    kernel, _, arguments, options = launch
+    report = compile_report(target, kernel, launch.positional, options)
     assert report.spills == 0 and report.narrow_loads == 0, report
     assert report.shared <= LDS[target] and report.wide_loads > 0, report
-    given = compile.launch(target, kernel, args, options, (1, 1))
+    given = compile.launch(target, kernel, launch.positional, options, (1, 1))
     code = given.kernel.program.instructions
     # What the compiler was asked for, unless the query leaves LDS for fewer.
-    fit = LDS[target] // (options["ROWS"] * (576 * args[0].itemsize + 128))
+    fit = LDS[target] // (arguments["ROWS"] * (576 * arguments["q_ptr"].itemsize + 128))
     assert compile.waves(given.kernel) >= min(options["waves_per_eu"], fit)
 
     outcome = execute.run(given, WRITABLE[given.kernel.program.name])
@@ -52,14 +51,14 @@ def test_resources(target, kind, heads, page):
     depth = {"gfx942": 16, "gfx950": 32}[target]
     scores = 576 // (32 if kind == "fp8" else depth)
     matrix = [name for name in names if name.startswith("v_mfma")]
-    assert len(matrix) == options["ROWS"] // 16 * (scores + 64 // depth * 8)
+    assert len(matrix) == arguments["ROWS"] // 16 * (scores + 64 // depth * 8)
     assert sum("fp8_fp8" in name for name in matrix) == (
-        options["ROWS"] // 16 * scores if kind == "fp8" else 0
+        arguments["ROWS"] // 16 * scores if kind == "fp8" else 0
     )
     assert names.count("s_barrier") <= 4
     # One number of the block table if a tile lies in one block.
     numbers = [name for name in names if name.endswith("_load_dword")]
     assert len(numbers) == 1 or page % 64
     stores = [each.name for each in code if "_store_" in each.name]
-    assert sum("dwordx4" in name for name in stores) >= 12 * options["ROWS"] // 16
+    assert sum("dwordx4" in name for name in stores) >= 12 * arguments["ROWS"] // 16
     assert {name.rpartition("_")[2] for name in stores} == {"dword", "dwordx4"}  # the LSE

@@ -52,7 +52,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.skipif(bool(NO_SPARSE), reason=NO_SPARSE)
+@pytest.mark.skipif(bool(NO_SPARSE), reason=str(NO_SPARSE))
 @pytest.mark.parametrize("name", daily(VARIANTS, "fp8 cache"))
 def test_sparse(target, name, monkeypatch):
     monkeypatch.setattr(provider, "require", lambda: None)

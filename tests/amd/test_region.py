@@ -15,6 +15,7 @@ from mla_fusion.kernels import dispatch
 from mla_fusion.kernels.dispatch import Plan, Widths
 from tests.amd import region
 from tests.amd.execute import Settings
+from tests.gpus import described
 
 BACKWARDS = Settings(backwards=True, seed=99)
 # tokens, heads, types, RoPE and what else is unusual.
@@ -66,10 +67,10 @@ def test_all_default_plans_are_here(target):
     """Every plan that the dispatch chooses for AMD, which has no measured ones, is executed."""
 
     def chosen(tokens, heads):
-        return dispatch.choose(tokens, heads, True, Widths(128, 64, 512), target)
+        return dispatch.choose(tokens, heads, True, Widths(128, 64, 512), described(target))
 
     every = {chosen(*shape) for shape in itertools.product(range(1, 257), range(8, 129))}
-    assert not [device for device in dispatch.measured().values() if "gfx" in device.arch]
+    assert not [row for row in dispatch.measured() if "gfx" in row.arch]
     shapes = [*itertools.product(TOKENS, HEADS), *(each[:2] for each in SOME + MORE)]
     assert every == {chosen(*shape) for shape in shapes}
 

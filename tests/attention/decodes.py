@@ -126,11 +126,13 @@ def same_lse(got, want):
 
 
 class Launches:
-    """Stands in for a kernel, and keeps the grid and the arguments of every launch."""
+    """Stands in for a kernel, and keeps the grid and the arguments, by name, of every launch."""
 
-    def __init__(self):
-        self.grids, self.arguments = [], []
+    def __init__(self, arg_names=()):
+        self.arg_names, self.grids, self.arguments = arg_names, [], []
 
     def __getitem__(self, grid):
         self.grids.append(grid)
-        return lambda *args, **_: self.arguments.append(args)
+        return lambda *given, **_: self.arguments.append(
+            dict(zip(self.arg_names, given, strict=True))
+        )

@@ -207,11 +207,11 @@ class Program:
         for each in (self.unfenced, self.unseen, self.waited):
             each.clear()
 
-    def launch(self, kernel, grid, arguments, options):
-        named = dict(zip(kernel.arg_names, arguments, strict=False))
-        named |= {name: value for name, value in options.items() if name in kernel.arg_names}
+    def launch(self, given):
+        """Run a `plan.launches.Launch`."""
+        kernel, grid, arguments, options = given
         self.pdl, self.warps = bool(options.get("launch_pdl")), options["num_warps"]
-        named = {name: self.argument(name, value) for name, value in named.items()}
+        named = {name: self.argument(name, arguments[name]) for name in kernel.arg_names}
         self.plan = [named[name].storage.data_ptr() for name in PLAN if name in named]
         self.grid, function = grid, self.python(kernel)
         for self.program in itertools.product(*map(range, grid)):

@@ -153,7 +153,7 @@ def test_page_indices_are_those_of_torch(monkeypatch):
         want = torch.full((sum(lengths) + 7,), -5, dtype=torch.int32)
         got = want.clone()
         metadata.entries(want, kv_indptr, table, page)
-        entries_kernel.launch(got, kv_indptr, table, page)
+        entries_kernel.write_entries(got, kv_indptr, table, page)
         assert torch.equal(want, got), (number, page, lengths)
 
 
@@ -162,5 +162,5 @@ def test_no_page_index_is_written_behind_the_buffer():
     found = torch.zeros(40, dtype=torch.int32)
     kv_indptr = torch.tensor([0, 30, 60], dtype=torch.int32)
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
-    entries_kernel.launch(found, kv_indptr, table, 8)
+    entries_kernel.write_entries(found, kv_indptr, table, 8)
     assert found[29] == 4 * 8 + 5 and found[39] == 6 * 8 + 1

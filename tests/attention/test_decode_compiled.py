@@ -24,7 +24,7 @@ from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
 from mla_fusion.gpu import triton_version
 from tests.attention.decodes import BF16, FN
-from tests.attention.without_memory import arguments, inputs, meta, report
+from tests.attention.without_memory import inputs, launch_of, meta, report
 from tests.gpus import imitated
 from tests.kernels.compiled import LDS, compile_kernel, compile_report, is_one_variant
 from tests.nightly import daily
@@ -49,13 +49,13 @@ def fit(result, ctas=1, warps=4):
 )  # fmt: skip
 def test_the_width_of_the_table_is_no_variant(module, heads, options):
     """The warm-up runs with a table of one column; no request may compile another kernel."""
-    launches = [arguments("sm_90", module, heads, BF16, columns=n, **options) for n in (1, 3, 64)]
+    launches = [launch_of("sm_90", module, heads, BF16, columns=n, **options) for n in (1, 3, 64)]
     if module is sparse_fp8:
         # Blocks may be an odd number of vectors apart: copies are of 16 bytes all the same.
-        args, options = launches[0]
-        units = module.kernel.arg_names.index("block_units")
-        launches.append(((*args[:units], args[units] + 1, *args[units + 1 :]), options))
-    assert is_one_variant("sm_90", module.kernel, launches)
+        odd = {"block_units": launches[0].arguments["block_units"] + 1}
+        launches.append(launches[0]._replace(arguments=launches[0].arguments | odd))
+    given = [(each.positional, each.options) for each in launches]
+    assert is_one_variant("sm_90", launches[0].kernel, given)
 
 
 MISTRAL_SMALL = (256, 64)
@@ -98,9 +98,9 @@ def test_decode(case, dtype):
 def test_tiles_of_two_boxes(heads):
     given = inputs(heads, FN, half_below=9)
     given.plan.step = Step(8, 8, 1)
-    _, args, options = decode.arguments(given)
-    result = compile_report("sm_90", decode.kernel, args, options)
-    assert options["num_warps"] == 8 and result.hot_spills == 0, result
+    launch = decode.launch_of(given)
+    result = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
+    assert launch.options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result
 
 
@@ -135,8 +135,8 @@ def test_pieces_are_read_when_the_decode_has_ended(epilogue):
     given = dataclasses.replace(inputs(16), epilogue=epilogue)
     given.plan.step = Step(8, 8, 1)
     with imitated("sm_90"):
-        _, args, options = reduce_kernel.arguments(given)
-    order = compile_report("sm_90", reduce_kernel.kernel, args, options).order
+        launch = reduce_kernel.launch_of(given)
+    order = compile_report("sm_90", launch.kernel, launch.positional, launch.options).order
     assert order.count("PREEXIT") == (order[0] == "PREEXIT") == (epilogue is not None)
     # Two waits: one in programs with nothing to merge, before or after all this.
     assert order.count("ACQBULK") == 2
@@ -170,8 +170,8 @@ def test_warp_specialized_of_bf16(heads, queries):
 def test_stores_fill_memory_sectors():
     """Of 512 columns and 64 rows, 256 threads store 128 each: 8 bytes of bf16, 16 of partial rows
     at once; the others are LSEs."""
-    args, options = arguments("sm_90", warp_specialized)
-    code = compile_kernel("sm_90", warp_specialized.kernel, args, options).asm["ptx"]
+    launch = launch_of("sm_90", warp_specialized)
+    code = compile_kernel("sm_90", launch.kernel, launch.positional, launch.options).asm["ptx"]
     stores = re.findall(r"st\.global\.(\S+)", code)
     assert [stores.count(each) for each in ("v2.b32", "v4.b32")] == [2 * 32, 2 * 32]
     assert len(stores) - 4 * 32 <= 4
@@ -190,12 +190,13 @@ def test_warp_specialized_of_fp8():
 
 def test_the_copy_engine_sees_rows():
     q = torch.empty(8, 130, 576, dtype=BF16)[:, :128]
-    half, quarter, rotated = query_boxes(q, 512, 128)
-    assert [box.block_shape[2] for box in (half, quarter, rotated)] == [256, 128, 64]
+    boxes = query_boxes(q, 512, 128)
+    assert [box.block_shape[2] for box in boxes.values()] == [256, 128, 64]
+    half = boxes["q_halves"]
     assert half.shape == [8, 128, 576] and half.strides == [130 * 576, 576, 1]
     # 64 heads of a token, or all of an item's of several.
     blocks = {8: [8, 8], 16: [4, 16], 32: [2, 32], 48: [1, 64], 64: [1, 64], 128: [1, 64]}
-    assert {n: query_boxes(q, 512, n)[0].block_shape[:2] for n in blocks} == blocks
+    assert {n: query_boxes(q, 512, n)["q_halves"].block_shape[:2] for n in blocks} == blocks
 
 
 def test_sparse_fp8():

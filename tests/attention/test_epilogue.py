@@ -172,9 +172,10 @@ def test_a_warm_up_runs_every_launch(heads, most):
 
 def test_the_launches(monkeypatch):
     """The decode, the reduction, and on a GPU that is not Hopper's `torch.bmm`."""
-    made = {name: decodes.Launches() for name in ("decode", "reduce")}
-    monkeypatch.setattr(decode_kernel, "kernel", made["decode"])
-    monkeypatch.setattr(reduce_kernel, "kernel", made["reduce"])
+    kernels = (decode_kernel, "mla_decode_triton"), (reduce_kernel, "mla_reduce")
+    made = [decodes.Launches(getattr(*each).arg_names) for each in kernels]
+    for each, launches in zip(kernels, made, strict=True):
+        monkeypatch.setattr(*each, launches)
     plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, ctas=132)
     refresh(plan, [1] * 8, [9] * 8, 8)
     q, table = torch.zeros(8, HEADS, 80, dtype=BF16), torch.zeros(8, 9).int()
@@ -185,6 +186,6 @@ def test_the_launches(monkeypatch):
         Epilogue(layer(), out),
     )  # fmt: skip
     provider.launch(given)
-    assert all(len(each.grids) == 1 for each in made.values()) and not plan.fresh
+    assert all(len(each.grids) == 1 for each in made) and not plan.fresh
     want = layer().double().sum(1).flatten()
     torch.testing.assert_close(out[5].double(), want, rtol=0.01, atol=0.05)

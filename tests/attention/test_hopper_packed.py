@@ -40,10 +40,9 @@ def run(case, edit=None):
     )  # fmt: skip
     if cards.sparse_fp8(given):
         assert not cards.sparse_specialized(given)
-        machine = gluon_warps.Machine(case.seed)
-        machine.launch(sparse_specialized.kernel, *sparse_specialized.arguments(given))
+        gluon_warps.Machine(case.seed).launch(sparse_specialized.launch_of(given))
     else:
-        Machine().launch(sparse_fp8.kernel, *sparse_fp8.arguments(given))
+        Machine().launch(sparse_fp8.launch_of(given))
     merged = dataclasses.replace(given, out=out.float())
     reference.merge(merged, plan.partial_output, plan.partial_lse)
     if inputs.sink is not None:

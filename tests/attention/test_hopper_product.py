@@ -11,7 +11,7 @@ from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper import cards, product
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.measure.distances import distance
-from tests.attention.decodes import BF16, FN
+from tests.attention.decodes import BF16, FN, Launches
 from tests.attention.epilogue_cases import check_quantized
 from tests.attention.test_specialized_run import InStep
 from tests.attention.without_memory import behind
@@ -55,7 +55,7 @@ def test_the_product(dense, tokens, heads, latent, values, dtype):
     given = case(tokens, weights(dense, heads, latent, values, dtype))
     assert not cards.product(given)
     out = given.epilogue.out
-    Machine(0).launch(product.kernel, *product.arguments(given))
+    Machine(0).launch(product.launch_of(given))
     want = torch.einsum("thl,hlv->thv", given.out.double(), given.epilogue.w_uv.double())
     assert distance(out, want.flatten(1)) < 2.5e-3
 
@@ -65,7 +65,7 @@ def test_what_the_kernel_may_not_leave_out(left_out):
     machine, given = Machine(0), case(3, weights("L", 1, 256, 128))
     setattr(machine.gdc if left_out == "gdc_wait" else machine, left_out, lambda: None)
     with pytest.raises(AssertionError, match=r"before the kernel in front|without fence"):
-        machine.launch(product.kernel, *product.arguments(given))
+        machine.launch(product.launch_of(given))
 
 
 @pytest.mark.parametrize("quantization", ["tensor", "group", "group_ue8m0"])
@@ -74,13 +74,13 @@ def test_a_quantized_product(quantization):
     torch.manual_seed(0)
     given = case(9, weights("L", 2, 256, 256))
     given.out[2] = 0
-    Machine(0).launch(product.kernel, *product.arguments(given))
+    Machine(0).launch(product.launch_of(given))
     plain = given.epilogue
     scale = torch.tensor([0.37]) if quantization == "tensor" else torch.empty(4, 9).T
     out = torch.empty(9, 512, dtype=FN)
     quantized = Epilogue(plain.w_uv, out, scale, quantization == "group_ue8m0")
     given = dataclasses.replace(given, epilogue=quantized)
-    Machine(0).launch(product.kernel, *product.arguments(given))
+    Machine(0).launch(product.launch_of(given))
     check_quantized(plain.out, quantized, quantization)
 
 
@@ -90,7 +90,8 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     """And a given scale. Nothing may be launched before the end of the product."""
     given = behind("sm_90", 16, dense=dense, quantization=quantization)
     given = dataclasses.replace(given, out=torch.empty(64, 16, 512, dtype=BF16, device="meta"))
-    report = compile_report("sm_90", product.kernel, *product.arguments(given)[1:])
+    launch = product.launch_of(given)
+    report = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
     before, after = " ".join(report.order).split("ACQBULK")
     assert set(before.split()) <= {"UTMALDG", "LDG"} and "UTMALDG" not in after
     assert "PREEXIT" not in after and report.spills == 0
@@ -107,15 +108,15 @@ def test_w_uv_alone_is_read_before_the_reduction_has_ended(dense, quantization):
     ],
 )
 def test_what_it_leaves_to_torch(tokens, w_uv, why):
-    assert why in cards.product(case(tokens, weights("L", *w_uv)))
+    assert why in cards.product(case(tokens, weights("L", *w_uv))).detail
 
 
 def test_strides_that_it_leaves_to_torch():
     odd = torch.randn(3, 128 * 512 + 8).to(BF16)[:, : 128 * 512].view(3, 128, 512).transpose(1, 2)
-    assert "whole rows of 16 bytes apart" in cards.product(case(1, odd))
+    assert "whole rows of 16 bytes apart" in cards.product(case(1, odd)).detail
     latents = torch.empty(2, 3, 260, dtype=BF16)[..., :256]
     given = dataclasses.replace(case(2, weights("L", 3, 256, 128)), out=latents)
-    assert "16 aligned bytes" in cards.product(given)
+    assert "16 aligned bytes" in cards.product(given).detail
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,9 @@ def test_where_it_is_launched(target, tokens, scale, launched, monkeypatch):
     given, grids = case(tokens, weights("L", 128, 512, 128)), []
     epilogue = dataclasses.replace(given.epilogue, scale=scale)
     given = dataclasses.replace(given, epilogue=epilogue)
-    monkeypatch.setattr(product, "kernel", dict.fromkeys([(1, 128, 1)], lambda *_, **__: None))
+    products = Launches(product.mla_product.arg_names)
+    monkeypatch.setattr(product, "mla_product", products)
     monkeypatch.setattr(torch, "bmm", lambda *_, **__: grids.append("bmm"))
     imitate(monkeypatch, target)
     provider.multiply(given)
-    assert len(grids) == 1 - launched
+    assert products.grids == [(1, 128, 1)] * launched and len(grids) == 1 - launched

@@ -41,8 +41,8 @@ def inputs(q=(8, 64, 576), **options):
 def chosen(given):
     """What decodes: kernel, query rows and warps of a program, and waves of a SIMD on AMD."""
     card = cards.chosen(gpu.of(given.q.device), given)
-    (_, blocks), _, options = card.module.arguments(given)
-    rows = options.get("ROWS", 64)
+    _, (_, blocks), arguments, options = card.module.launch_of(given)
+    rows = arguments.get("ROWS", 64)
     assert blocks == -(-given.rows // rows)
     waves = [options[name] for name in ("waves_per_eu",) if name in options]
     return card.name, rows, options["num_warps"], *waves
@@ -87,7 +87,7 @@ def test_the_kernel_of_a_decode(q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted is STEP:
-        assert hopper_cards.warp_specialized(given).startswith(("it copies", "it takes"))
+        assert hopper_cards.warp_specialized(given).detail.startswith(("it copies", "it takes"))
 
 
 def test_other_scales_types_and_strides():
@@ -95,9 +95,9 @@ def test_other_scales_types_and_strides():
     for scale in (0.0, -0.1):
         tilted = dataclasses.replace(given, softmax_scale=scale)
         assert chosen(tilted) == STEP
-        assert "it takes a positive scale" in hopper_cards.warp_specialized(tilted)
+        assert "it takes a positive scale" in hopper_cards.warp_specialized(tilted).detail
     other = dataclasses.replace(given, q=given.q.to(BF16))
-    assert "query and cache of one type" in hopper_cards.warp_specialized(other)
+    assert "query and cache of one type" in hopper_cards.warp_specialized(other).detail
     # A query with gaps between tokens; blocks of a cache that are no whole entries apart.
     gaps, cache = without_memory.meta(8, 65, 576)[:, :64], without_memory.meta(9 * 65 * 576)
     apart = cache.as_strided((9, 64, 576), (64 * 576 + 288, 576, 1))
@@ -114,7 +114,7 @@ def test_ctas_of_16_rows_share_sms_with_many_sequences(batch, ctas, warps):
     settings = choice.plan_settings(16, 1, FN, 576, "cuda")
     given = inputs((batch, 16, 576), dtype=FN, **settings)
     given.plan.step = Step(batch, batch, 1)
-    (grid, _), _, options = cards.chosen(gpu.of("cuda"), given).module.arguments(given)
+    _, (grid, _), _, options = cards.chosen(gpu.of("cuda"), given).module.launch_of(given)
     assert (grid, options["num_warps"]) == (ctas, warps)
     assert grid == given.plan.rules.busy_ctas(batch)
 
@@ -171,7 +171,7 @@ def test_the_kernel_for_cdna(cdna, q, options, wanted):
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted[0] != "cdna.decode":
-        assert cdna_cards.decode(given).startswith(("it takes", "it multiplies"))
+        assert cdna_cards.decode(given).detail.startswith(("it takes", "it multiplies"))
 
 
 def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):

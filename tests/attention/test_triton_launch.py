@@ -54,17 +54,17 @@ def cache(blocks, page, block_rows=0, dtype=BF16):
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
 def test_the_copy_engine_sees_a_cache_as_rows(dtype):
-    latent, rotated, step = cache_boxes(cache(10, 64, dtype=dtype), (512, 64), 64)
+    latent, rotated, step = cache_boxes(cache(10, 64, dtype=dtype), (512, 64))
     assert (latent.shape, latent.strides, step) == ([640, 576], [576, 1], 64)
     assert (latent.block_shape, rotated.block_shape) == ([64, 512], [64, 64])
     # Half of each block is another layer's: the last row is inside the memory all the same.
-    latent, _, step = cache_boxes(cache(10, 128, block_rows=256, dtype=dtype), (512, 64), 64)
+    latent, _, step = cache_boxes(cache(10, 128, block_rows=256, dtype=dtype), (512, 64))
     assert (latent.shape, step) == ([9 * 256 + 128, 576], 256)
 
 
 @pytest.mark.parametrize("strange", [cache(9, 16), cache(9, 96), cache(9, 64, block_rows=64.5)])
 def test_tiles_in_several_pages_are_copied_by_threads(strange):
-    assert cache_boxes(strange, (512, 64), 64)[2] == 0
+    assert cache_boxes(strange, (512, 64))[2] == 0
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,10 @@ def launch(plan, batch, refreshed=True):
 
 def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     """Not that of the largest batch of the plan, whose tiles would be empty programs."""
-    reductions = Launches()
-    monkeypatch.setattr(decode_kernel, "kernel", Launches())
-    monkeypatch.setattr(reduce_kernel, "kernel", reductions)
+    reductions = Launches(reduce_kernel.mla_reduce.arg_names)
+    decodes = Launches(decode_kernel.mla_decode_triton.arg_names)
+    monkeypatch.setattr(decode_kernel, "mla_decode_triton", decodes)
+    monkeypatch.setattr(reduce_kernel, "mla_reduce", reductions)
     plan = plan_for(max_batch=256, max_query_len=4, num_heads=16, ctas=132)
     for batch in (1, 4, 64):
         launch(plan, batch)
@@ -101,15 +102,14 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     """The others may read the plan before the kernel in front of them has ended."""
-    decodes, place = Launches(), hopper_decode.kernel.arg_names.index("fresh")
+    decodes = Launches(hopper_decode.mla_decode_hopper.arg_names)
     monkeypatch.setattr(cards, "chosen", lambda *_: hopper_cards.CARDS[-1])
-    monkeypatch.setattr(hopper_decode, "kernel", decodes)
-    monkeypatch.setattr(reduce_kernel, "kernel", Launches())
+    monkeypatch.setattr(hopper_decode, "mla_decode_hopper", decodes)
+    monkeypatch.setattr(reduce_kernel, "mla_reduce", Launches(reduce_kernel.mla_reduce.arg_names))
     plan = plan_for(num_heads=16)
     for refreshed in (True, False, False) * 2:
         launch(plan, 4, refreshed)
-    fresh = [given[place] for given in decodes.arguments]
-    assert fresh == [1, 0, 0, 1, 0, 0]
+    assert [given["fresh"] for given in decodes.arguments] == [1, 0, 0, 1, 0, 0]
 
 
 E5M2 = torch.float8_e5m2

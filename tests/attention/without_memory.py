@@ -53,15 +53,14 @@ def behind(target, heads, *, values=128, latent=512, quantization="none", dense=
     return dataclasses.replace(given, lse=None, epilogue=epilogue)
 
 
-def arguments(target, module, *heads_and_type, **shape):
+def launch_of(target, module, *heads_and_type, **shape):
     with imitated(target):
-        _, args, options = module.arguments(inputs(*heads_and_type, **shape))
-    return args, options
+        return module.launch_of(inputs(*heads_and_type, **shape))
 
 
 @functools.cache
 def report(target, module, *heads_and_type, maxnreg=None, **shape):
     """Report of one decode kernel, compiled and disassembled once for all tests."""
-    args, options = arguments(target, module, *heads_and_type, **shape)
+    given = launch_of(target, module, *heads_and_type, **shape)
     limit = {} if maxnreg is None else {"maxnreg": maxnreg}
-    return compile_report(target, module.kernel, args, options | limit)
+    return compile_report(target, given.kernel, given.positional, given.options | limit)

@@ -13,6 +13,7 @@ from mla_fusion.attention.card import Card, Shape
 from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.triton import decode_kernel
 from mla_fusion.cli.selftest import decode, planner, region
+from mla_fusion.kernels import triton as provider
 from tests.kernels import interpreter
 
 interpreter.install()
@@ -32,7 +33,7 @@ def test_decode(bug, tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     shape = Shape(8, 2, 16, 64, 16, gap=3, batch=3)
     assert not next(
-        decode.check(Card("planted", (), lambda given: ""), [shape], "cpu", 70, repeats=0)
+        decode.check(Card("planted", (), lambda given: None), [shape], "cpu", 70, repeats=0)
     ).right
 
 
@@ -61,12 +62,12 @@ def test_an_lse_that_is_off(monkeypatch):
 @pytest.mark.parametrize("bug", [False, True])
 def test_region(bug, monkeypatch):
     calls = {"padded": region.Case(), "strided": region.Case(strided=True, neox=True)}
-    launch = region.provider.fused_mla_decode_prep
+    launch = provider.fused_mla_decode_prep
     if bug:
         later = lambda given: launch(given._replace(positions=given.positions + 1))  # noqa: E731
-        monkeypatch.setattr(region.provider, "fused_mla_decode_prep", later)
+        monkeypatch.setattr(provider, "fused_mla_decode_prep", later)
         calls = {"not padded": region.Case(padded=())}
-    assert [each.right for each in region.check(calls, "cpu")] == [not bug] * len(calls)
+    assert [each.right for each in region.check(provider, calls, "cpu")] == [not bug] * len(calls)
 
 
 def test_planner(monkeypatch):

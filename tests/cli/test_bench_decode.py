@@ -128,17 +128,9 @@ def test_rows_lines_and_summary(gpu, capsys, tmp_path):
     assert "against fa3" not in printed
 
 
-@pytest.mark.parametrize(("words", "values"), [([], "0"), (["--values", "8"], "8")])
-def test_a_column_says_what_was_timed(gpu, capsys, tmp_path, words, values):
-    """The decode alone, or with the product that follows it."""
-    status, rows = measured(tmp_path / "rows.csv", "--bf16", *words)
-    assert status == 0 and {row["values"] for row in rows} == {values}
-    timed = "decode and product" if words else "decode"
-    assert f"microseconds per {timed}; ! marks" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("words", "cap"), [([], -1), (["--max-split-per-batch", "3"], 3)])
-def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
+@pytest.mark.parametrize("values, cap", [(0, -1), (8, 3)])
+def test_what_was_asked_is_timed(gpu, monkeypatch, capsys, tmp_path, values, cap):
+    """The decode alone, or with the product that follows it; splits are capped."""
     caps, allocate = set(), peers.PersistentDecodePlan.allocate
 
     def allocating(**settings):
@@ -146,8 +138,12 @@ def test_splits_are_capped_as_asked(gpu, monkeypatch, tmp_path, words, cap):
         return allocate(**settings)
 
     monkeypatch.setattr(peers.PersistentDecodePlan, "allocate", allocating)
+    words = ["--values", str(values), "--max-split-per-batch", str(cap)] if values else []
     status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
-    assert status == 0 and {row["candidate"] for row in rows} == {"ours"} and caps == {cap}
+    found = {(row["candidate"], row["values"]) for row in rows}
+    assert status == 0 and found == {("ours", str(values))} and caps == {cap}
+    timed = "decode and product" if values else "decode"
+    assert f"microseconds per {timed}; ! marks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("build", [wrong, not_a_number, right])

@@ -296,7 +296,7 @@ def test_the_model_is_named_as_vllm_can_serve_it(folder, file, name, tmp_path):
     given.mkdir(parents=True)
     (given / file).touch()
     for path in (given, given / "config.json"):
-        served = asked(path).serve(draft=False, predicts=False)[0]
+        served = asked(path).serve({}, draft=False)[0]
         assert served == name.format(folder=given)
 
 
@@ -311,7 +311,8 @@ def test_the_answer_as_json(checked):
 
 def test_a_layer_outside_any_graph_is_not_fused():
     stored = report.Report("triton", 8, [report.RangeReport((1, 8), 2, 2)], uncompiled=1)
-    answer = Answer("m", asked("m"), "engine", check._reasons(stored, []), [], stored)
+    why = child.Outcome([], [], [], stored).declines
+    answer = Answer("m", asked("m"), "engine", why, [], stored)
     assert not answer.fuses and answer.lines()[0].startswith("m: 1 of 3 MLA layers")
     assert "[no-graph]" in answer.lines()[1]
 
@@ -321,4 +322,5 @@ def test_reasons_are_read_from_the_warning_that_switched_the_flag_off():
         for detail in ("", "q [7] (odd)"):
             decline = Decline(code, detail)
             line = f"the flag is switched off: {decline.explain()}"
-            assert check._reasons(None, ["another warning", line]) == [decline]
+            outcome = child.Outcome([], [], ["another warning", line])
+            assert outcome.declines == [decline]

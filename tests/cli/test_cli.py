@@ -211,16 +211,6 @@ def test_a_link_that_leads_nowhere_is_no_report(tmp_path, capsys):
     assert "start vLLM once" in fail(capsys, "report", tmp_path)
 
 
-def test_layers_that_are_in_no_graph_are_reported():
-    for model_layers, uncompiled in ((2, 0), (3, 1)):
-        report.add(report.RangeReport((1, 4), layers=2, fused=2))
-        report.add(report.RangeReport((5, 64), layers=2))
-        report.add(report.RangeReport((1, 4), pass_ms=1.0))  # of the last step
-        made = report.take("reference", 4, model_layers=model_layers)
-        assert made is not None and made.uncompiled == uncompiled
-        assert ("[no-graph]" in "".join(made.lines())) is bool(uncompiled)
-
-
 # --- demo
 
 

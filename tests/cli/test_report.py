@@ -50,6 +50,9 @@ def taken(*ranges, **facts):
 CASES = {
     "two decode ranges, cached": lambda: made(RANGE, SOME, PREFILL),
     "a hybrid": lambda: taken(report.RangeReport((1, 4), 2, 2), model_layers=2, others=14),
+    "a layer in no graph": lambda: taken(
+        report.RangeReport((1, 4), 2, 2), report.RangeReport((5, 64), 2),
+        report.RangeReport((1, 4), pass_ms=1.0), model_layers=3),  # the last one of the last step
     "nothing fused": lambda: made(NONE, PREFILL),
     "no graph": lambda: None,
     "no layer": made,
@@ -58,7 +61,7 @@ CASES = {
     "ranks that differ": lambda: report.merge([made(RANGE), made(RANGE), made(OTHER), made()]),
     "outputs": lambda: taken(*OUTPUTS, attention="portable", epilogue="W_UV"),
     "outputs without a plan": lambda: taken(*OUTPUTS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

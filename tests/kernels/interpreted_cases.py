@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 
 from mla_fusion.cli.bench import two_launches
+from mla_fusion.gpu import Gpu
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import padded_batch
 from mla_fusion.measure.distances import POISON, storage
-from tests.gpus import imitate
+from tests.gpus import described, imitate
 from tests.kernels import cases, interpreter
 from tests.nightly import daily
 
@@ -119,6 +120,7 @@ def test_provider_agrees_with_the_reference(case, plan):
     cases.check_against_reference(provider, cases.build(case), plan=plan)
 
 
+HOPPER = described("sm_90")
 DIRECT = {
     "walk": Plan(block_m=64, block_n=64, m_tiles=2, rope_rows=4, cache_tokens=4),
     "beside": Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rope_rows=4, rest_last=True),
@@ -136,7 +138,7 @@ DIRECT_CASES = {
 def hopper(monkeypatch):
     """Plans of a Hopper GPU; conversions, PTX there, are the interpreter's."""
     limit = provider._limit
-    monkeypatch.setattr(provider, "_limit", lambda tensor: abs(limit(tensor)))
+    monkeypatch.setattr(provider, "_limit", lambda *of: abs(limit(*of)))
     monkeypatch.setattr(provider, "early_launch", lambda device: {"PDL": False})
     imitate(monkeypatch, "sm_90")
 
@@ -150,27 +152,22 @@ def hopper(monkeypatch):
 def test_direct_stores_agree(names):
     case, plan = DIRECT_CASES[names[0]], DIRECT[names[1]]
     call = cases.build(case)
-    assert provider._direct(plan, call.w_uk_t, call.q_out)
+    assert provider._direct(plan, call.w_uk_t, call.q_out.dtype, HOPPER)
     cases.check_against_reference(provider, call, plan=plan)
 
 
-@pytest.mark.usefixtures("hopper")
 def test_what_is_not_stored_directly():
-    plan, query = DIRECT["walk"], torch.empty(0, dtype=FN)
+    plan, of = DIRECT["walk"], (FN, HOPPER)
     w = torch.empty(2, 32, 1024, dtype=BF16)[..., :256]
-    assert provider._direct(plan, w, query)
+    assert provider._direct(plan, w, *of)
     for fields in ({"block_m": 32}, {"block_m": 128}, {"block_n": 32}, {"num_warps": 8}):
-        assert not provider._direct(dataclasses.replace(plan, **fields), w, query)
-    assert not provider._direct(plan, w.to(FP16), query)
-    assert not provider._direct(plan, w, query.to(BF16))
+        assert not provider._direct(dataclasses.replace(plan, **fields), w, *of)
+    assert not provider._direct(plan, w.to(FP16), *of)
+    assert not provider._direct(plan, w, BF16, HOPPER)
+    assert not provider._direct(plan, w, FN, described("sm_100"))
     unaligned = torch.empty(2, 32, 264, dtype=BF16)
     for other in (w[..., :200], w[..., 1:241], unaligned[..., :256], w.mT, w[..., ::2]):
-        assert not provider._direct(plan, other, query)
-
-
-def test_only_hopper_stores_directly():
-    w, query = torch.empty(2, 32, 256, dtype=BF16), torch.empty(0, dtype=FN)
-    assert not provider._direct(DIRECT["walk"], w, query)
+        assert not provider._direct(plan, other, *of)
 
 
 def test_default_plans_agree():
@@ -212,7 +209,7 @@ def test_warmup_covers_the_bucket_and_leaves_the_cache_alone(factor):
     layer |= {"rope_dim": call.k_pe.shape[1], "q_dtype": FN, "factor_dtype": factor}
     provider.warmup(partial(padded_batch, **layer), 17, progress=lines.append)
     widths = provider.widths_of(call)
-    plans = {dispatch.choose(tokens, 3, True, widths, None) for tokens in range(1, 18)}
+    plans = {dispatch.choose(tokens, 3, True, widths, Gpu()) for tokens in range(1, 18)}
     assert len(lines) == len(plans)
     assert bool((storage(call.kv_cache) == POISON).all())
 

@@ -21,7 +21,7 @@ DEEPSEEK = Widths(128, 64, 512)
 
 
 def arguments(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=None):
-    """Launch arguments of a layer of 16 heads for a GPU, on the meta device."""
+    """Arguments and options of a launch for a layer of 16 heads on a GPU, on the meta device."""
     nope, rope, latent = widths
     slots, scale = meta(tokens, dtype=torch.int64), meta(1, dtype=torch.float32)
     inputs = Inputs(
@@ -34,22 +34,21 @@ def arguments(target, plan, tokens, fp8, neox=False, widths=DEEPSEEK, factor=Non
         return provider.launch_arguments(plan, inputs)
 
 
-def report(target, args, options):
-    return compile_report(target, triton_kernels.mla_prep, args, options)
+def report(target, given):
+    return compile_report(target, triton_kernels.mla_prep, (), given)
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 def test_what_a_launch_knows_of_its_arguments(target):
     """On AMD that a tensor lies within 2 GiB, which gives it buffer instructions; everywhere
     alignments, and integers of 1."""
-    args, options = arguments(target, DEFAULTS[64], 64, FP8[target])
+    given = arguments(target, DEFAULTS[64], 64, FP8[target])
     names = triton_kernels.mla_prep.arg_names
-    far = meta(2**16, 64, 576, dtype=FP8[target])
-    args = tuple(far if name == "cache_ptr" else x for name, x in zip(names, args, strict=False))
-    source, _ = specialize(target, triton_kernels.mla_prep, args, options)
+    given["cache_ptr"] = meta(2**16, 64, 576, dtype=FP8[target])
+    source, _ = specialize(target, triton_kernels.mla_prep, (), given)
     near = ["tt.pointer_range", 32]
-    for index, (name, value) in enumerate(zip(names, args, strict=False)):
-        known = source.attrs.get((index,), [])
+    for index, name in enumerate(names):
+        value, known = given[name], source.attrs.get((index,), [])
         if isinstance(value, torch.Tensor):
             assert ["tt.divisibility", 16] in known
             assert (near in known) == (target != "sm_90" and name != "cache_ptr"), name
@@ -61,7 +60,7 @@ def test_what_a_launch_knows_of_its_arguments(target):
 
 def test_a_launch_may_begin_early_where_the_gpu_can():
     for target in TARGETS:
-        _, options = arguments(target, DEFAULTS[64], 64, torch.bfloat16)
+        options = arguments(target, DEFAULTS[64], 64, torch.bfloat16)
         early = target in ("sm_90", "sm_100", "sm_103", "sm_120")
         assert (options["PDL"], options.get("launch_pdl", False)) == (early, early)
 
@@ -69,20 +68,14 @@ def test_a_launch_may_begin_early_where_the_gpu_can():
 @pytest.mark.nightly
 def test_measured_plans_compile_without_spills():
     """Every plan that was measured on sm_90 with an fp8 query."""
-    plans = {
-        (widths, plan)
-        for device in dispatch.measured().values()
-        if device.arch == "sm_90"
-        for widths, by_heads in device.rows[True].items()
-        for rows in by_heads.values()
-        for _, plan in rows
-    }
+    measured = (row for row in dispatch.measured() if row.arch == "sm_90" and row.fp8)
+    plans = {(row.widths, row.plan) for row in measured}
     wide = Plan(block_m=64, block_n=256, m_tiles=8, rope_rows=256, cache_tokens=16)
     for nope in (64, 256):  # the largest tiles, where these widths are the nearest
         plans.add((Widths(nope, 128, 1024), dispatch.fit(wide, nope, 128, 2)))
     for widths, plan in plans:
         tokens = 1 if plan.block_m == 1 else 512
-        result = report("sm_90", *arguments("sm_90", plan, tokens, FP8["sm_90"], widths=widths))
+        result = report("sm_90", arguments("sm_90", plan, tokens, FP8["sm_90"], widths=widths))
         assert result.spills == 0, (widths, plan, result)
 
 
@@ -91,22 +84,22 @@ def test_large_tiles_are_stored_from_registers(tile):
     """The loop over token tiles has barriers for the query's tile only, not for the output."""
     block_n, num_warps = tile
     plan = Plan(block_m=64, block_n=block_n, m_tiles=8, rope_rows=32, num_warps=num_warps)
-    args, options = arguments("sm_90", plan, 512, FP8["sm_90"])
-    assert options["FORM"].DIRECT
-    direct = report("sm_90", args, options)
+    given = arguments("sm_90", plan, 512, FP8["sm_90"])
+    assert given["FORM"].DIRECT
+    direct = report("sm_90", given)
     assert direct.spills == direct.hot_reads == 0 and direct.hot_barriers <= 2, direct
     # A planted error: without DIRECT the output goes through shared memory.
-    options["FORM"] = dataclasses.replace(options["FORM"], DIRECT=False)
-    exchanged = report("sm_90", args, options)
+    given["FORM"] = dataclasses.replace(given["FORM"], DIRECT=False)
+    exchanged = report("sm_90", given)
     assert exchanged.hot_reads > 0 and exchanged.hot_barriers > 2, exchanged
 
 
 def test_aligned_strides_give_wide_query_loads():
     """An unaligned row stride gets a variant of its own; the aligned one keeps wide loads."""
-    args, options = arguments("sm_90", DEFAULTS[64], 64, torch.float8_e4m3fn)
-    wide = report("sm_90", args, options)
-    options["FORM"] = dataclasses.replace(options["FORM"], ALIGN=1)
-    narrow = report("sm_90", args, options)
+    given = arguments("sm_90", DEFAULTS[64], 64, torch.float8_e4m3fn)
+    wide = report("sm_90", given)
+    given["FORM"] = dataclasses.replace(given["FORM"], ALIGN=1)
+    narrow = report("sm_90", given)
     assert wide.narrow_loads < narrow.narrow_loads, (wide, narrow)
 
 
@@ -116,19 +109,19 @@ def test_rotation_is_not_contracted(target):
 
     With a bf16 query and cache no division by a scale is left, which consists of them.
     """
-    args, options = arguments(target, DEFAULTS[64], 64, torch.bfloat16)
+    given = arguments(target, DEFAULTS[64], 64, torch.bfloat16)
     for fusion, seen in ((False, False), (True, True)):
-        assert fusion or options["enable_fp_fusion"] is False
-        result = report(target, args, {**options, "enable_fp_fusion": fusion})
+        assert fusion or given["enable_fp_fusion"] is False
+        result = report(target, {**given, "enable_fp_fusion": fusion})
         assert (result.contractions > 0) is seen
 
 
 def test_spills_are_seen():
     """A planted error: with 40 registers a large tile has to spill."""
     plan = Plan(block_m=32, block_n=256, num_warps=4)
-    args, options = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
-    options["maxnreg"] = 40
-    result = report("sm_90", args, options)
+    given = arguments("sm_90", plan, 64, torch.float8_e4m3fn)
+    given["maxnreg"] = 40
+    result = report("sm_90", given)
     assert result.spills > 0, result
     spilled = ".vgpr_count: 64\n.vgpr_spill_count: 3\n.sgpr_spill_count: 0\n"
     assert read_amd(f"{spilled}.private_segment_fixed_size: 12\n", 0).spills == 15

@@ -6,45 +6,54 @@ import pytest
 import torch
 import tune_dispatch
 
+from mla_fusion.gpu import Gpu
 from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
-from mla_fusion.kernels.dispatch import Plan, Widths
+from mla_fusion.kernels.dispatch import Plan, Row, Widths
 from tests.gpus import described
 
 DEEPSEEK, MISTRAL_SMALL = Widths(128, 64, 512), Widths(64, 64, 256)
 
 
 @pytest.fixture
-def table(monkeypatch):
-    """A table with two head counts and two token limits."""
-    rows = {
-        8: [(1, Plan(block_m=1)), (16, Plan(block_n=32))],
-        64: [(1, Plan(block_m=1, block_n=128)), (16, Plan(block_n=16))],
-    }
-    small = {8: [(1, Plan(block_n=16))]}
-    by_widths = {DEEPSEEK: rows, MISTRAL_SMALL: small}
-    device = dispatch.Measured("sm_00", {True: by_widths, False: {DEEPSEEK: {8: [(1, Plan())]}}})
-    monkeypatch.setattr(dispatch, "measured", lambda: {"a gpu": device})
+def device(monkeypatch):
+    """A GPU measured with two head counts and two token limits; in bf16 with one of each."""
+    of = "a gpu", "sm_00"
+    rows = [
+        Row(*of, True, DEEPSEEK, 8, 1, Plan(block_m=1)),
+        Row(*of, True, DEEPSEEK, 8, 16, Plan(block_n=32)),
+        Row(*of, True, DEEPSEEK, 64, 1, Plan(block_m=1, block_n=128)),
+        Row(*of, True, DEEPSEEK, 64, 16, Plan(block_n=16)),
+        Row(*of, True, MISTRAL_SMALL, 8, 1, Plan(block_n=16)),
+        Row(*of, False, DEEPSEEK, 8, 1, Plan()),
+    ]
+    other = Row("another gpu", "sm_00", True, DEEPSEEK, 8, 2, Plan(rope_rows=1))
+    monkeypatch.setattr(dispatch, "measured", lambda: [other, *rows])
     dispatch.choose.cache_clear()
-    return "a gpu"
+    dispatch._nearest.cache_clear()
+    return Gpu(*of)
 
 
-def test_choose_uses_the_row_of_the_batch(table):
-    assert dispatch.choose(1, 8, True, DEEPSEEK, table) == Plan(block_m=1)
-    assert dispatch.choose(2, 8, True, DEEPSEEK, table) == Plan(block_n=32)
-    assert dispatch.choose(16, 64, True, DEEPSEEK, table) == Plan(block_n=16)
-    assert dispatch.choose(1, 8, True, MISTRAL_SMALL, table) == Plan(block_n=16)
-
-
-def test_choose_extends_to_unmeasured_shapes(table):
-    assert dispatch.choose(500, 8, True, DEEPSEEK, table) == Plan(block_n=32)
-    assert dispatch.choose(2, 16, True, DEEPSEEK, table) == Plan(block_n=32)
-    assert dispatch.choose(2, 128, True, DEEPSEEK, table) == Plan(block_n=16)
-    assert dispatch.choose(7, 3, False, DEEPSEEK, table) == Plan()
-    # Widths that were not measured: the nearest that were.
-    assert dispatch.choose(1, 64, True, Widths(64, 32, 256), table) == Plan(block_n=16)
-    assert dispatch.choose(1, 8, True, Widths(192, 64, 512), table) == Plan(block_m=1)
-    assert dispatch.choose(1, 8, True, Widths(256, 0, 1024), table) == Plan(block_m=1)
-    assert dispatch.choose(1, 8, False, MISTRAL_SMALL, table) == Plan()
+@pytest.mark.parametrize(
+    ("tokens", "heads", "fp8", "widths", "plan"),
+    [
+        (1, 8, True, DEEPSEEK, Plan(block_m=1)),
+        (2, 8, True, DEEPSEEK, Plan(block_n=32)),
+        (16, 64, True, DEEPSEEK, Plan(block_n=16)),
+        (1, 8, True, MISTRAL_SMALL, Plan(block_n=16)),
+        # More tokens and other heads than were measured.
+        (500, 8, True, DEEPSEEK, Plan(block_n=32)),
+        (2, 16, True, DEEPSEEK, Plan(block_n=32)),
+        (2, 128, True, DEEPSEEK, Plan(block_n=16)),
+        (7, 3, False, DEEPSEEK, Plan()),
+        # Widths that were not measured: the nearest that were.
+        (1, 64, True, Widths(64, 32, 256), Plan(block_n=16)),
+        (1, 8, True, Widths(192, 64, 512), Plan(block_m=1)),
+        (1, 8, True, Widths(256, 0, 1024), Plan(block_m=1)),
+        (1, 8, False, MISTRAL_SMALL, Plan()),
+    ],
+)
+def test_the_nearest_measurement_is_chosen(device, tokens, heads, fp8, widths, plan):
+    assert dispatch.choose(tokens, heads, fp8, widths, device) == plan
 
 
 OF_CDNA = Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)
@@ -56,10 +65,8 @@ OF_CDNA = Plan(block_m=64, rope_rows=64, cache_tokens=4, rest_last=True)
      ("gfx942", 1, False)],
 )  # fmt: skip
 def test_amd_has_plans_of_its_own(arch, tokens, own):
-    table = dispatch.device_table(described(arch))
-    assert table == arch
     wanted = OF_CDNA if own else dispatch.default_plan(tokens, 128, 512)
-    assert dispatch.choose(tokens, 128, True, DEEPSEEK, table) == wanted
+    assert dispatch.choose(tokens, 128, True, DEEPSEEK, described(arch)) == wanted
 
 
 def test_fit_shrinks_tiles_of_deeper_or_wider_operands():
@@ -71,13 +78,11 @@ def test_fit_shrinks_tiles_of_deeper_or_wider_operands():
 
 
 def test_measured_tables_are_complete():
-    assert dispatch.measured()["NVIDIA H200"].arch == "sm_90"
-    for name, device in dispatch.measured().items():
-        for by_heads in (b for by_widths in device.rows.values() for b in by_widths.values()):
-            assert by_heads, name
-            for rows in by_heads.values():
-                limits = [limit for limit, _ in rows]
-                assert limits == sorted(set(limits)) and limits[0] == 1
+    rows = [row[:-1] for row in dispatch.measured()]
+    assert len(rows) == len(set(rows)) and ("NVIDIA H200", "sm_90") in {row[:2] for row in rows}
+    assert all((*row[:-1], 1) in rows for row in rows)
+    for name in {row[0] for row in rows}:
+        assert {fp8 for gpu, _, fp8, *_ in rows if gpu == name} == {True, False}
 
 
 def test_the_file_is_read_as_the_tuner_writes_it(monkeypatch, tmp_path):
@@ -90,11 +95,13 @@ def test_the_file_is_read_as_the_tuner_writes_it(monkeypatch, tmp_path):
             for tokens in (1, 32)
         ]
         tune_dispatch.write_table(tmp_path, "a gpu", "sm_00", written)
-    small = dataclasses.replace(plan, block_m=16)
-    rows = {w: {16: [(1, p), (32, p)]} for w, p in ((DEEPSEEK, plan), (MISTRAL_SMALL, small))}
-    assert dispatch.measured.__wrapped__() == {
-        "a gpu": dispatch.Measured("sm_00", {True: rows, False: rows})
-    }
+    rows = [
+        Row("a gpu", "sm_00", fp8, widths, 16, tokens, dataclasses.replace(plan, block_m=height))
+        for widths, height in ((MISTRAL_SMALL, 16), (DEEPSEEK, 64))
+        for fp8 in (True, False)
+        for tokens in (1, 32)
+    ]
+    assert dispatch.measured.__wrapped__() == rows
 
 
 def test_an_unknown_provider_is_refused():

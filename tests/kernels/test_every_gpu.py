@@ -36,7 +36,7 @@ def region(target, dtype, tokens, heads=16, nope=128, rope=64, latent=512, also=
     plan = dispatch.fit(plan, provider._pad(nope), provider._pad(rope), 2)
     options = {"neox": {"neox": True}, "factor": {"factor": FP32}}.get(also, {})
     given = arguments(target, plan, tokens, dtype, widths=widths, **options)
-    return triton_kernels.mla_prep, *given
+    return triton_kernels.mla_prep, (), given
 
 
 def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
@@ -47,8 +47,8 @@ def decode(target, dtype, heads, latent=512, rope=64, layout=None, **options):
         options |= {"layout": layout, "kv_dtype": dtype, "sparse": True}
         dtype = BF16
     options["widths"] = latent, rope
-    given = without_memory.arguments(target, decode_kernel, heads, dtype, **options)
-    return decode_kernel.kernel, *given
+    launch = without_memory.launch_of(target, decode_kernel, heads, dtype, **options)
+    return launch.kernel, launch.positional, launch.options
 
 
 def reduction(target, dtype, heads, tiles):
@@ -56,16 +56,16 @@ def reduction(target, dtype, heads, tiles):
     given = without_memory.inputs(heads, BF16)
     given.plan.step = Step(tiles // given.plan.layout.fold, tiles, 1)
     with imitated(target):
-        _, *given = reduce_kernel.arguments(given)
-    return reduce_kernel.kernel, *given
+        launch = reduce_kernel.launch_of(given)
+    return launch.kernel, launch.positional, launch.options
 
 
 def quantized(target, dtype, quantization):
     """The quantization alone."""
     epilogue = without_memory.behind(target, 16, quantization=quantization).epilogue
     with imitated(target):
-        _, *given = quantize_kernel.arguments(meta(8, 2048), epilogue)
-    return quantize_kernel.kernel, *given
+        launch = quantize_kernel.launch_of(meta(8, 2048), epilogue)
+    return launch.kernel, launch.positional, launch.options
 
 
 def planner(target, dtype, max_batch, ctas, heads):
@@ -80,9 +80,11 @@ def planner(target, dtype, max_batch, ctas, heads):
 
 def entries(target, dtype, page):
     """The list of pages that AITER reads."""
-    names = {"PAGE": page, "BLOCK": entries_kernel.BLOCK, "CTAS": entries_kernel.CTAS}
-    given = [meta(9, dtype=torch.int32) for _ in range(3)]
-    return entries_kernel.mla_entries, (*given, 2560, 2**26), {**names, "num_warps": 4}
+    names = ("found", "kv_indptr", "block_table")
+    arguments = {name: meta(9, dtype=torch.int32) for name in names}
+    arguments |= {"table_stride": 2560, "capacity": 2**26, "PAGE": page, "num_warps": 4}
+    constants = {"BLOCK": entries_kernel.BLOCK, "CTAS": entries_kernel.CTAS}
+    return entries_kernel.mla_entries, (), arguments | constants
 
 
 # What is launched, with which type of cache or result, and how.

@@ -336,7 +336,7 @@ def passes(spec, quantized_query=False):
         2: CanonicalizeMLARoPEPass(facts_of),
         3: MLADecodeQPrepLiftPass(facts_of),
         4: MLAAiterQkRopeKVCacheFusionPass("reference"),
-        5: MLAFixFunctionalizationPass(None),
+        5: MLAFixFunctionalizationPass(),
         6: MLADecodeOutputFusionPass(facts_of),
     }
 

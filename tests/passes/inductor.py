@@ -42,7 +42,7 @@ def through(module, spec, quantized_query=False, fused=True):
         if fused:
             record = fuse(graph.owning_module, spec, quantized_query=quantized_query)
         with mock.patch.object(fix_functionalization, "OWN", IN_PLACE):
-            fix_functionalization.MLAFixFunctionalizationPass(None)(graph)
+            fix_functionalization.MLAFixFunctionalizationPass()(graph)
 
     settings = {
         "post_grad_custom_post_pass": passes, "enable_auto_functionalized_v2": False,

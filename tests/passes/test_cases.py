@@ -114,7 +114,7 @@ def test_matched(spec):
     assert (again.layers, again.fused, again.declined) == (0, 0, {})
     assert printed(module) == before
     module.recompile()
-    assert len(MLAFixFunctionalizationPass(None)(module.graph).rewritten) == 2 * spec.layers
+    assert len(MLAFixFunctionalizationPass()(module.graph).rewritten) == 2 * spec.layers
     module.graph.lint()
     assert not [n for n in module.graph.nodes if functionalized_op(n)]
     assert not find_all(module, aten.slice_scatter.default)
@@ -246,7 +246,7 @@ def test_numerics_are_equal(spec, plain_kernels):
     module = build(spec)
     fuse(module, spec)
     in_place = graphs.copy(module)
-    MLAFixFunctionalizationPass(None)(in_place.graph)
+    MLAFixFunctionalizationPass()(in_place.graph)
     bf16 = spec.dtype is torch.bfloat16
     native = spec.rope in ("native", "native_late_cast", "deepseek")
     for batch in BATCHES.values():

@@ -215,7 +215,7 @@ def test_edited_graphs_compute_the_same(data, spec, steps, misplaced, quantized,
             quantizes = spec.quantized and spec.dtype is not torch.float32
             viewed = programs.all_rows in {edit for edit, _, _ in steps}
             assert not quantizes or viewed or counts["output: none"] == 0
-        twice(module.graph, MLAFixFunctionalizationPass(None))
+        twice(module.graph, MLAFixFunctionalizationPass())
         for what in counts:
             event(what)
     way = compiled(original, spec, quantized) if compiles else None
@@ -247,7 +247,7 @@ def test_every_spelling_of_the_grammar_fuses(spec):
     before = {batch: run(module, spec, batch, quantized) for batch in BATCHES.values()}
     record = fuse(module, spec, quantized_query=quantized)
     assert (record.fused, record.declined) == (spec.layers, {})
-    MLAFixFunctionalizationPass(None)(module.graph)
+    MLAFixFunctionalizationPass()(module.graph)
     for batch, want in before.items():
         pair = comparable(want, run(module, spec, batch, quantized), spec)
         assert_same(*pair, batch, tolerance=tolerance(spec))
@@ -280,7 +280,7 @@ def unfused_and_fused(spec, quantized):
     """A graph as it was, and as vLLM would compile it."""
     module = build(spec)
     assert fuse(module, spec, quantized_query=quantized).fused == spec.layers
-    MLAFixFunctionalizationPass(None)(module.graph)
+    MLAFixFunctionalizationPass()(module.graph)
     return build(spec), module
 
 

@@ -88,7 +88,7 @@ def test_matched(spec):
     before = printed(module)
     module.graph.eliminate_dead_code()
     assert printed(module) == before
-    MLAFixFunctionalizationPass(None)(module.graph)
+    MLAFixFunctionalizationPass()(module.graph)
     module.graph.lint()
     assert not find_all(module, aten.clone.default)
     assert not [n for n in module.graph.nodes if n.target is auto_functionalized]
@@ -162,7 +162,7 @@ def test_chain(quantized):
     ]
     assert names == [["layer_name_1"], ["layer_name_0", "layer_name_2"]]
     in_place = graphs.copy(module)
-    MLAFixFunctionalizationPass(None)(in_place.graph)
+    MLAFixFunctionalizationPass()(in_place.graph)
     for batch in (BATCHES["decode"], BATCHES["mixed"]):
         for after in (module, in_place):
             assert_same(run(before, spec, batch), run(after, spec, batch), batch)
@@ -218,7 +218,7 @@ def test_numerics_are_equal(spec, plain_kernels):
     if spec.rope != "nope":  # passes 2 to 4 rotate a decode batch in another order
         fuse(before, spec, Engine(replace(spec, quantized="")).facts_of())
     fuse(module, spec)
-    MLAFixFunctionalizationPass(None)((in_place := graphs.copy(module)).graph)
+    MLAFixFunctionalizationPass()((in_place := graphs.copy(module)).graph)
     for batch in BATCHES.values():
         wanted = run(before, spec, batch)
         for after in (module, in_place):
@@ -236,7 +236,7 @@ def test_two_layers_may_quantize_into_the_same_buffers(quantized):
     module.graph.eliminate_dead_code()
     before = graphs.copy(module)
     assert fuse(module, spec).outputs == {linears.kind(quantized): 2}
-    MLAFixFunctionalizationPass(None)((in_place := graphs.copy(module)).graph)
+    MLAFixFunctionalizationPass()((in_place := graphs.copy(module)).graph)
     assert not any(map(functionalized_op, in_place.graph.nodes))
     clones = graphs.find_all(in_place, torch.ops.aten.clone.default)
     assert len(clones) == len(names)
@@ -252,6 +252,6 @@ def test_each_layer_keeps_its_own_quantization():
     edits.set_argument(quantization(module, 1), scale_ue8m0=True)
     before = graphs.copy(module)
     assert fuse(module, spec).outputs == {"group": 1, "group_ue8m0": 1}
-    MLAFixFunctionalizationPass(None)(module.graph)
+    MLAFixFunctionalizationPass()(module.graph)
     for batch in BATCHES.values():
         assert_same(run(before, spec, batch), run(module, spec, batch), batch)

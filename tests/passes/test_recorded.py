@@ -28,5 +28,5 @@ def test_recorded_graph_fuses(path):
     fused = find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
     assert fused.kwargs["rope"]
     copies = len(find_all(module, torch.ops.aten.clone.default))
-    MLAFixFunctionalizationPass(None)(module.graph)
+    MLAFixFunctionalizationPass()(module.graph)
     assert len(find_all(module, torch.ops.aten.clone.default)) == copies, "it makes a copy"

@@ -67,7 +67,7 @@ def test_details_name_the_obstacle():
     [unknown] = CanonicalizeMLARoPEPass(by_argument({}))(module.graph).declined
     assert unknown == Decline("unknown-layer", "layer_name_0")
     padded = Decline("padded-heads", "12 to 16")
-    facts = LayerFacts(padded, torch.bfloat16, torch.bfloat16)
+    facts = LayerFacts(padded, *[torch.bfloat16] * 3)
     [refused] = CanonicalizeMLARoPEPass(lambda name: facts)(module.graph).declined
     assert refused == padded
     for argument in ("q", "kv_cache_dummy_dep"):

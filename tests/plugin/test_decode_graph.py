@@ -125,7 +125,7 @@ def test_equal_pieces_share_their_code_and_not_their_cuda_graphs(monkeypatch):
         number = next(made)
         return lambda: number
 
-    monkeypatch.setattr(vllm_compat, "piecewise_graph", captured)
+    monkeypatch.setattr(decode_graph, "_piecewise_graph", captured)
     engine = Namespace(compilation_config=Namespace(cudagraph_mode=CUDAGraphMode.PIECEWISE))
     with decode_graph._partitions_captured(engine):
         wrapper = utils._unstable_customized_partition_wrapper.wrapper

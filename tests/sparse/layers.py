@@ -118,7 +118,7 @@ def load(config, *impls):
 
     backend = AttentionBackendEnum.CUSTOM.get_class()
     layers = [types.SimpleNamespace(impl=impl, attn_backend=backend) for impl in impls]
-    sparse_step.attach(dict(enumerate(layers)), config)
+    sparse_step.attach(dict(enumerate(layers)), config, True)
 
 
 @dataclasses.dataclass

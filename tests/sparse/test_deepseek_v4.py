@@ -43,7 +43,7 @@ def launches(monkeypatch):
 def load(config, monkeypatch):
     """load(*layers): what happens when a model with these layers is loaded."""
     monkeypatch.setattr(config.model_config, "max_model_len", 65536)
-    return lambda *layers: sparse_step.attach(dict(enumerate(layers)), config)
+    return lambda *layers: sparse_step.attach(dict(enumerate(layers)), config, True)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_a_decode_step(model, config, monkeypatch):
 
     attention = [each for each in model.modules() if isinstance(each, MLAAttention)]
     names = [layer.layer_name for layer in attention]
-    sparse_step.attach(dict(zip(names, attention, strict=True)), config)
+    sparse_step.attach(dict(zip(names, attention, strict=True)), config, True)
     step = attention[0].impl.mla_fusion_step
     calls, decode = [], sparse_step.Step.decode
 

@@ -197,17 +197,13 @@ def test_what_is_served_is_said(make, said):
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_model_that_names_its_backend_is_said(engine, monkeypatch, said, asked):
+def test_a_model_that_names_its_backend_is_said(engine, said, asked):
     """vLLM's class for ROCm does from 0.31 on: CUSTOM was chosen, and no layer has it."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    chosen = AttentionBackendEnum.CUSTOM if asked else None
-    monkeypatch.setattr(engine.attention_config, "backend", chosen)
     backend = types.SimpleNamespace(get_name=lambda: "ROCM_AITER_MLA_SPARSE")
     sparse = types.SimpleNamespace(is_sparse=True)
     layer = types.SimpleNamespace(impl=sparse, attn_backend=backend)
     dense = types.SimpleNamespace(impl=types.SimpleNamespace(is_sparse=False))
-    sparse_step.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine)
+    sparse_step.attach({"a": layer, "b": layer, "c": dense, "d": object()}, engine, asked)
     assert len(said.messages) == asked
     if asked:
         assert "CUSTOM, 2 layers: every step is left to ROCM_AITER_MLA_SPARSE" in said.messages[0]

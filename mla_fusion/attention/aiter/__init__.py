@@ -38,7 +38,7 @@ def persistent_mla_decode(given: Inputs) -> None:
         raise ValueError(f"{why}: use the triton provider")
     if not kv_cache.is_contiguous():
         raise ValueError("AITER reads the cache as dense pages of one token: kv_cache is strided")
-    companions.check(plan)
+    companions.check_buffers(plan)
     verdict = planner_aiter.verdict(settings, step.max_query_len, return_lse=lse is not None)
     if verdict.unsupported:
         raise ValueError(f"{verdict.unsupported}: use the triton provider")
@@ -56,23 +56,23 @@ def persistent_mla_decode(given: Inputs) -> None:
             f"this AITER's mla_decode_fwd has no {' and no '.join(lacking)}: install v0.1.10.post2 "
             "or newer"
         )
-    batch, rows = step.batch, verdict.query_len
-    even = rows > 1
-    query = _query(q, companions.source[: batch * rows] if even else None, layout.padded)
+    batch, query_len = step.batch, verdict.query_len
+    even = query_len > 1
+    query = _query(q, companions.source[: batch * query_len] if even else None, layout.padded)
     result = torch.empty((*query.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
     _, logsumexp = decode(
         query, kv_cache.view(-1, 1, 1, ENTRY), result,
         (companions.even if even else plan.qo_indptr)[: batch + 1], plan.kv_indptr[: batch + 1],
         _entries(plan, companions, given.block_table, kv_cache.shape[1]),
-        companions.last_page_lens[:batch], rows,
+        companions.last_page_lens[:batch], query_len,
         page_size=1, nhead_kv=1, sm_scale=given.softmax_scale,
         # Without it AITER may leave the plan aside for some shapes, silently.
         num_kv_splits=plan.rules.ctas, work_meta_data=plan.work_metadata_ptrs,
         **{name: getattr(plan, name) for name in AITER_BUFFERS[1:]}, **extra,
     )  # fmt: skip
-    _store(companions, rows, given.out, result, 0)
+    _store(companions, query_len, given.out, result, 0)
     if lse is not None:
-        _store(companions, rows, lse, logsumexp, -torch.inf)
+        _store(companions, query_len, lse, logsumexp, -torch.inf)
 
 
 def _entries(
@@ -83,7 +83,7 @@ def _entries(
     by the first's block table and page size, with max_kv_len in a buffer of the plan. A graph that
     did not record the refresh writes its own at every decode: it would see no other one."""
     # Imported here: AITER's shapes are asked for where Triton is not.
-    from mla_fusion.attention.aiter.entries_kernel import launch
+    from mla_fusion.attention.aiter.entries_kernel import write_entries
 
     if companions.listed is not None:
         return companions.listed
@@ -94,7 +94,7 @@ def _entries(
     if (found := companions.entries) is None:
         # As many as the block table can hold, so nothing waits for the device.
         found = block_table.new_zeros(block_table.numel() * page_size)
-    launch(found, plan.kv_indptr[: len(block_table) + 1], block_table, page_size)
+    write_entries(found, plan.kv_indptr[: len(block_table) + 1], block_table, page_size)
     companions.expanded = (key, found) if shared else None
     return found
 
@@ -111,14 +111,15 @@ def _query(q: torch.Tensor, source: torch.Tensor | None, heads: int) -> torch.Te
 
 
 def _store(
-    companions: Companions, rows: int, target: torch.Tensor, found: torch.Tensor, nothing: float
-) -> None:
-    """Copy the rows and heads of `target` from AITER's result, of `rows` rows a sequence. It leaves
-    garbage in a row that sees no key, which becomes `nothing`, and in the rows after the last
-    sequence, where `target` keeps its values."""
+    companions: Companions, query_len: int, target: torch.Tensor, found: torch.Tensor,
+    nothing: float,
+) -> None:  # fmt: skip
+    """Copy the rows and heads of `target` from AITER's result, of `query_len` rows a sequence. It
+    leaves garbage in a row that sees no key, which becomes `nothing`, and in the rows after the
+    last sequence, where `target` keeps its values."""
     real = slice(min(len(target), len(companions.target)))
     shape = (-1, *(1,) * (target.dim() - 1))
-    if rows > 1:
+    if query_len > 1:
         found = found.index_select(0, companions.target[real].clamp(max=len(found) - 1))
     value = found[real, : target.shape[1]].to(target.dtype)
     value = value.masked_fill(companions.blind[real].view(shape), nothing)

@@ -25,11 +25,12 @@ def mla_entries(
         tl.store(found + begin + token, block * PAGE + token % PAGE, mask=live)
 
 
-def launch(
+def write_entries(
     found: torch.Tensor, kv_indptr: torch.Tensor, block_table: torch.Tensor, page_size: int
 ) -> None:
     """Write `found` for sequences whose tokens begin at `kv_indptr` [B + 1]; nothing waits."""
     mla_entries[(len(block_table), CTAS)](
-        found, kv_indptr, block_table, block_table.stride(0), len(found),
-        PAGE=page_size, BLOCK=BLOCK, CTAS=CTAS, num_warps=4,
+        found=found, kv_indptr=kv_indptr, block_table=block_table,
+        table_stride=block_table.stride(0), capacity=len(found), PAGE=page_size, BLOCK=BLOCK,
+        CTAS=CTAS, num_warps=4,
     )  # fmt: skip

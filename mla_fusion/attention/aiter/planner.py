@@ -19,7 +19,7 @@ from mla_fusion.kernels.capture import capturing
 PROVIDERS = ("aiter", "reference")
 
 
-def require(settings: Settings) -> None:
+def require_kernel(settings: Settings) -> None:
     """Raise ValueError, with the reason, unless AITER has a kernel for these settings, and
     ProviderUnavailable where it is missing or too old."""
     portable_only = ("ctas", "heads_per_work", "overhead")
@@ -53,8 +53,9 @@ def verdict(settings: Settings, query_len: int, *, return_lse: bool = False) -> 
 
 def allocate(settings: Settings) -> dict[str, Any]:
     """The fields of a plan; the six buffers are zeroed and of the sizes that AITER asks for.
-    ValueError, ProviderUnavailable: as `require`, or this AITER cannot size them for the cap."""
-    require(settings)
+    ValueError, ProviderUnavailable: as `require_kernel`. ValueError: this AITER cannot size them
+    for the cap."""
+    require_kernel(settings)
     size, _, _ = selection.installed_planner()
     cap, device, batch = settings.max_split_per_batch, settings.device, settings.max_batch
     capped = {"max_split_per_batch": cap} if cap > 0 else {}
@@ -85,15 +86,15 @@ def fill(
     """Copy the lengths of the step and let AITER plan it, in place."""
     batch, companions = seq_lens.shape[0], plan.aiter
     assert companions is not None  # the plan is AITER's
-    companions.check(plan)
+    companions.check_buffers(plan)
     plan.kv_indptr[0].zero_()
     plan.qo_indptr[: batch + 1].copy_(qo_indptr)
     torch.cumsum(seq_lens, 0, dtype=torch.int32, out=plan.kv_indptr[1 : batch + 1])
     for indptr in (plan.qo_indptr, plan.kv_indptr):
         indptr[batch + 1 :].copy_(indptr[batch].expand_as(indptr[batch + 1 :]))
     settings = plan.settings
-    rows = verdict(settings, max_query_len).query_len
-    _place_rows(plan, companions, rows)
+    query_len = verdict(settings, max_query_len).query_len
+    _place_rows(plan, companions, query_len)
     companions.captured = capturing()
     _, write, names = selection.installed_planner()
     types = {"dtype_q": settings.q_dtype, "dtype_kv": settings.kv_dtype}
@@ -101,21 +102,21 @@ def fill(
         types = {f"{name}_{half}": types[name] for name in types for half in ("nope", "rope")}
     # AITER folds the heads of drafts by their declared length and its kernels mask by it, so every
     # sequence has as many rows. A single row needs no such care: a sequence has it or is padding.
-    even = rows > 1
+    even = query_len > 1
     write(
         (companions.even if even else plan.qo_indptr)[: batch + 1], plan.kv_indptr[: batch + 1],
         companions.last_page_lens[:batch], plan.layout.padded, 1, True,
         **{name: getattr(plan, name) for name in AITER_BUFFERS},
-        page_size=1, kv_granularity=settings.kv_granularity, max_seqlen_qo=rows,
-        uni_seqlen_qo=rows if even else -1, fast_mode=True,
+        page_size=1, kv_granularity=settings.kv_granularity, max_seqlen_qo=query_len,
+        uni_seqlen_qo=query_len if even else -1, fast_mode=True,
         max_split_per_batch=settings.max_split_per_batch, **types,
     )  # fmt: skip
 
 
-def _place_rows(plan: PlanBuffers, companions: Companions, rows: int) -> None:
-    """Write where the query rows go, of which AITER has `rows` of each sequence."""
+def _place_rows(plan: PlanBuffers, companions: Companions, query_len: int) -> None:
+    """Write where the query rows go; AITER has `query_len` of each sequence."""
     qo_indptr, kv_indptr, most = plan.qo_indptr, plan.kv_indptr, len(companions.last_page_lens)
-    torch.mul(companions.counting[: most + 1], rows, out=companions.even)
+    torch.mul(companions.counting[: most + 1], query_len, out=companions.even)
     row = companions.counting[: len(companions.target)]
     sequence = torch.searchsorted(qo_indptr[1:], row, right=True)
     sequence.clamp_(max=most - 1)
@@ -127,6 +128,6 @@ def _place_rows(plan: PlanBuffers, companions: Companions, rows: int) -> None:
     torch.clamp(place, 0, len(companions.source) - 1, out=companions.target)
 
     row = companions.counting[: len(companions.source)]
-    sequence = (row // rows).clamp_(max=most - 1)
+    sequence = (row // query_len).clamp_(max=most - 1)
     place = qo_indptr[sequence + 1] - companions.even[sequence + 1] + row
     torch.clamp(place, 0, len(companions.target) - 1, out=companions.source)

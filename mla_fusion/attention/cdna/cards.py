@@ -3,25 +3,27 @@
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention.card import BLOCKS, FEW, Card, Decodes, Shape
+from mla_fusion.attention.card import BLOCKS, FEW, Card, Decodes, Shape, refused
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.gpu import triton_version
+from mla_fusion.report.reasons import Decline
 
 WIDTHS = ((512, 64), (256, 64))  # latent and rotated part: compiled and executed
 TILE = 64  # tokens
 
 
-def decode(given: Inputs) -> str:
-    """Why the kernel does not take these inputs; empty if it does."""
+def decode(given: Inputs) -> Decline | None:
+    """Why the kernel does not take these inputs."""
     q, kv_cache = given.q, given.kv_cache
     if given.sparse is not None or given.layout is not None or given.widths not in WIDTHS:
-        return f"it takes pages of entries of {WIDTHS} values of one type, got {given.widths}"
+        why = f"it takes pages of entries of {WIDTHS} values of one type, got {given.widths}"
+        return refused(why)
     if torch.float16 in (q.dtype, kv_cache.dtype):
-        return f"it multiplies bf16 or fp8, got {q.dtype} over {kv_cache.dtype}"
+        return refused(f"it multiplies bf16 or fp8, got {q.dtype} over {kv_cache.dtype}")
     strides = [n * x.itemsize for x in (q, kv_cache) for n in x.stride()[:2]]
     if any(n % 16 for n in strides) or any(x.data_ptr() % 16 for x in (q, kv_cache)):
-        return f"it reads 16 aligned bytes at once, got rows {strides} bytes apart"
-    return ""
+        return refused(f"it reads 16 aligned bytes at once, got rows {strides} bytes apart")
+    return None
 
 
 def rows_and_waves(

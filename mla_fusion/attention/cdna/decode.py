@@ -31,17 +31,18 @@ from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3
 
 from mla_fusion import gpu
 from mla_fusion.attention.cdna.cards import rows_and_waves
+from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
-from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
-__all__ = ["arguments", "kernel"]
 WARPS = gl.constexpr(4)
 TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores
 PART = gl.constexpr(64)  # columns of the query that are in registers at a time
 # The cache, the row of its block table for one sequence, and the tokens of an item.
 Cache = namedtuple("Cache", "pointer table block_stride begin end")
 # The query in LDS, [rows, columns]: its latents and its rotated part.
-Query = namedtuple("Query", "latents rotated")
+StoredQuery = namedtuple("StoredQuery", "latents rotated")
 
 
 @gluon.constexpr_function
@@ -278,7 +279,7 @@ def mla_decode_cdna(
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_stride,
     FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CDNA: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`; CDNA: 3 or 4; BLOCK_N: the tokens of a tile."""
+    """`plan.launches` has the parameters. CDNA: 3 or 4. BLOCK_N: tokens of a tile."""
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     L: gl.constexpr = FORM.L
@@ -289,7 +290,7 @@ def mla_decode_cdna(
     # Sixteen bytes are read at once, from each row at another place.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(128 // BITS, 1, BITS // 2, [1, 0])
     narrow: gl.constexpr = gl.SwizzledSharedLayout(128 // BITS, 1, BITS * R // 128, [1, 0])
-    query = Query(
+    query = StoredQuery(
         gl.allocate_shared_memory(TYPE, [ROWS, L], swizzled),
         gl.allocate_shared_memory(TYPE, [ROWS, R], narrow),
     )
@@ -328,17 +329,14 @@ def mla_decode_cdna(
         store_item(acc, m, l, value_scale, item, row, target, FORM)
 
 
-kernel: Any = mla_decode_cdna
-
-
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch."""
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
     q, cache, arch = given.q, given.kv_cache, gpu.of(given.q.device).arch
     rows, waves = rows_and_waves(arch, given.rows, q.dtype, cache.dtype, cache.shape[1])
-    tensors = q, cache, given.block_table, *given.results
-    generation = 4 if arch == "gfx950" else 3
-    options = {
-        "FORM": given.form, "ROWS": rows, "BLOCK_N": TILE.value, "CDNA": generation,
-        "num_warps": WARPS.value, "waves_per_eu": waves,
+    arguments = {
+        **launches.common(given),
+        "kv_ptr": cache, "block_stride": cache.stride(0), "ROWS": rows, "BLOCK_N": TILE.value,
+        "CDNA": 4 if arch == "gfx950" else 3,
     }  # fmt: skip
-    return given.grid(rows), (*tensors, *given.scales, *given.strides, cache.stride(0)), options
+    options = {"num_warps": WARPS.value, "waves_per_eu": waves}
+    return Launch(mla_decode_cdna, launches.grid(given, rows), arguments, options)

@@ -3,10 +3,11 @@
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.attention.card import BLOCKS, FEW, NEWEST_TRITON, Card, Decodes, Shape
+from mla_fusion.attention.card import BLOCKS, FEW, NEWEST_TRITON, Card, Decodes, Shape, refused
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.kernels.arithmetic import next_power_of_two
+from mla_fusion.report.reasons import Decline
 
 TILE = 64  # tokens that are copied and multiplied at once
 # Latent and rotated part. Tiles in shared memory are powers of two wide, two of them have to fit
@@ -31,29 +32,29 @@ PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 64  # of a CTA of `product.py`
 PRODUCT_SIZE = 4096
 
 
-def decode(given: Inputs) -> str:
+def decode(given: Inputs) -> Decline | None:
     """Why `decode.py` does not take these inputs: its copies move 16 aligned bytes."""
     q, caches = given.q, [given.kv_cache]
     if given.sparse is not None:
         caches.append(given.sparse.extra.kv_cache)
     if given.widths not in WIDTHS:
-        return f"it takes entries of {WIDTHS} values, got {given.widths}"
+        return refused(f"it takes entries of {WIDTHS} values, got {given.widths}")
     if types := [cache.dtype for cache in caches if cache.dtype != q.dtype]:
-        return f"it takes query and cache of one type, got {q.dtype} over {types[0]}"
+        return refused(f"it takes query and cache of one type, got {q.dtype} over {types[0]}")
     strides = [stride * q.itemsize for tensor in (q, *caches) for stride in tensor.stride()[:2]]
     if any(n % 16 for n in strides) or any(tensor.data_ptr() % 16 for tensor in (q, *caches)):
-        return f"it copies 16 aligned bytes at once, got rows {strides} bytes apart"
-    return ""
+        return refused(f"it copies 16 aligned bytes at once, got rows {strides} bytes apart")
+    return None
 
 
-def warp_specialized(given: Inputs) -> str:
+def warp_specialized(given: Inputs) -> Decline | None:
     """Why `warp_specialized.py` does not: the tensor copy engine copies all, 64 rows at a time."""
     q, kv_cache, per_work = given.q, given.kv_cache, given.plan.layout.per_work
     if given.sparse is not None or given.rows <= FEW_ROWS:
-        return f"it takes blocks of more than {FEW_ROWS} query rows, no lists of slots"
+        return refused(f"it takes blocks of more than {FEW_ROWS} query rows, no lists of slots")
     types = {q.dtype, kv_cache.dtype}
     if types not in WARP_SPECIALIZED_TYPES or given.widths != WARP_SPECIALIZED_WIDTHS:
-        return (
+        return refused(
             "it takes bf16 or e4m3, query and cache of one type, of 512 + 64, got "
             "{} over {} of {} + {}".format(q.dtype, kv_cache.dtype, *given.widths)
         )
@@ -61,7 +62,7 @@ def warp_specialized(given: Inputs) -> str:
         return why
     page_size, (block_stride, entry, _) = kv_cache.shape[1], kv_cache.stride()
     if page_size % TILE or block_stride % entry:
-        return (
+        return refused(
             f"it copies {TILE} tokens of a page at once, from blocks that are whole entries apart, "
             f"got pages of {page_size} tokens, {block_stride} and {entry} elements from one block "
             "and entry to the next"
@@ -69,41 +70,44 @@ def warp_specialized(given: Inputs) -> str:
     # A box holds whole tokens of an item, or heads of one token.
     rows, queries = WARP_SPECIALIZED_ROWS, given.plan.settings.max_query_len
     if not q.shape[0] or not (queries == 1 or rows % per_work == 0 or per_work % rows == 0):
-        return (
+        return refused(
             f"it copies {rows} rows of the query at once, got {q.shape[0]} tokens, {per_work} "
             f"heads of an item and {queries} query rows"
         )
-    return ""
+    return None
 
 
-def sparse_fp8(given: Inputs) -> str:
+def sparse_fp8(given: Inputs) -> Decline | None:
     """Why `sparse_fp8.py` does not take these inputs."""
     if given.layout is None or given.layout.behind:
-        return "it reads entries of bytes with their scales in them"
+        return refused("it reads entries of bytes with their scales in them")
     if given.sparse is None or given.sparse.first:
-        return "it reads one scope"
+        return refused("it reads one scope")
     if given.rows > SPARSE_FP8_ROWS:
-        return f"it takes up to {SPARSE_FP8_ROWS} query rows, got {given.rows}"
-    return ""
+        return refused(f"it takes up to {SPARSE_FP8_ROWS} query rows, got {given.rows}")
+    return None
 
 
-def sparse_specialized(given: Inputs) -> str:
+def sparse_specialized(given: Inputs) -> Decline | None:
     """Why `sparse_specialized.py` does not: the tensor copy engine copies the query."""
     q, sparse = given.q, given.sparse
     if given.layout is None or sparse is None:
-        return "it reads lists of entries of bytes"
+        return refused("it reads lists of entries of bytes")
     entries = [given.entry(cache) for cache in (given.kv_cache, sparse.extra.kv_cache)]
     if entries[0] != entries[1]:
-        return f"it reads entries of both scopes that are as far apart, got {entries} bytes"
+        why = f"it reads entries of both scopes that are as far apart, got {entries} bytes"
+        return refused(why)
     if not q.shape[0] or any(n * q.itemsize % 16 for n in q.stride()[:2]) or q.data_ptr() % 16:
-        return f"it copies rows of the query that are multiples of 16 bytes apart, got {q.stride()}"
+        why = f"it copies rows of the query that are multiples of 16 bytes apart, got {q.stride()}"
+        return refused(why)
     return _of_scale(given)
 
 
-def _of_scale(given: Inputs) -> str:
+def _of_scale(given: Inputs) -> Decline | None:
     """The scale must be positive: then the largest product of a row has its largest score."""
     scale = given.softmax_scale
-    return "" if scale > 0 else f"it takes a positive scale of the scores, got {scale}"
+    why = f"it takes a positive scale of the scores, got {scale}"
+    return None if scale > 0 else refused(why)
 
 
 def product_rows(tokens: int) -> int:
@@ -121,24 +125,25 @@ def _variant(tokens: int, heads: int, values: int) -> tuple[int, bool, bool]:
     return product_rows(tokens), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
 
 
-def product(given: Inputs) -> str:
+def product(given: Inputs) -> Decline | None:
     """Why `product.py` does not take these inputs, or where `torch.bmm` was as fast."""
     assert given.epilogue is not None
     w, latents, out = given.epilogue.w_uv, given.out, given.epilogue.out
     tokens, (heads, latent, values) = len(latents), w.shape
     if latent not in (256, 512) or values % PRODUCT_COLUMNS:
-        return f"it takes 256 or 512 latents and multiples of {PRODUCT_COLUMNS} columns"
+        return refused(f"it takes 256 or 512 latents and multiples of {PRODUCT_COLUMNS} columns")
     most = PRODUCT_SIZE if given.epilogue.scale is None else 2 * PRODUCT_SIZE
     if (size := product_size(tokens, heads, values)) > most:
-        return f"it takes up to {most} rows of its CTAs, got {size}"
+        return refused(f"it takes up to {most} rows of its CTAs, got {size}")
     head, row, column = w.stride()
     step = max(row, column)
     if (row == 1 and head % column) or any(n % 8 for n in (head, step)):
-        return f"it takes heads of W_UV that are whole rows of 16 bytes apart, got {w.stride()}"
+        why = f"it takes heads of W_UV that are whole rows of 16 bytes apart, got {w.stride()}"
+        return refused(why)
     strides = [*latents.stride()[:2], out.stride(0)]
     if any(n % 8 for n in strides) or any(t.data_ptr() % 16 for t in (w, latents, out)):
-        return f"it copies 16 aligned bytes at once, got rows {strides} elements apart"
-    return ""
+        return refused(f"it copies 16 aligned bytes at once, got rows {strides} elements apart")
+    return None
 
 
 def _blocks_at_once(here: gpu.Gpu, of: Decodes, rows: int, pairs: bool) -> dict[str, int]:

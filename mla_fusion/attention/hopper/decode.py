@@ -19,10 +19,10 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common, tile
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
+from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
-from mla_fusion.attention.plan.inputs import Inputs, Launch
-
-__all__ = ["arguments", "kernel"]
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def mla_decode_hopper(
     rotated, block_rows, fresh,
     FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and what `common.cache_boxes` returns.
+    """`plan.launches` has the parameters, `common.cache_boxes` latents, rotated and block_rows.
 
     BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, for
     which this one waits before it reads anything but the plan, and at once if `fresh` is not 0:
@@ -256,27 +256,24 @@ def mla_decode_hopper(
     gdc.gdc_launch_dependents()
 
 
-kernel = mla_decode_hopper
-
-
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
     rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
     cache, plan = given.kv_cache, given.plan
     # CTAs that share SMs, or, in a step with work for half of them, have one each. A graph replays
     # steps of fewer sequences at most, which give no other CTA work either.
     few = plan.step is not None and plan.step.batch < plan.rules.half_below
     # The slots of a sparse sequence are scattered rows.
-    bulk = cache, cache, 0
+    latents, rotated, block_rows = cache, cache, 0
     if not given.sparse:
-        bulk = common.cache_boxes(cache, given.widths, TILE.value)
+        latents, rotated, block_rows = common.cache_boxes(cache, given.widths)
     # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
-    boxes = 2 if bulk[2] and (rows == 32 or few) and cache.itemsize == 1 else 1
-    warps = 4 if rows == 16 and boxes == 1 else 8
-    options = {
-        "FORM": given.form, "ROWS": rows, "BLOCK_N": boxes * TILE.value, "BULK": bulk[2] > 0,
-        "num_warps": warps, "launch_pdl": True,
+    boxes = 2 if block_rows and (rows == 32 or few) and cache.itemsize == 1 else 1
+    arguments = {
+        **launches.common(given), **launches.caches(given),
+        "latents": latents, "rotated": rotated, "block_rows": block_rows,
+        "ROWS": rows, "BLOCK_N": boxes * TILE.value, "BULK": block_rows > 0,
     }  # fmt: skip
-    ctas, blocks = given.grid(rows)
-    grid = (ctas // 2 if few else ctas, blocks)
-    return grid, (*given.scopes, *bulk, int(plan.fresh)), options
+    options = {"num_warps": 4 if rows == 16 and boxes == 1 else 8, "launch_pdl": True}
+    ctas, blocks = launches.grid(given, rows)
+    return Launch(mla_decode_hopper, (ctas // 2 if few else ctas, blocks), arguments, options)

@@ -9,10 +9,7 @@ y^T [V, rows] = W_UV^T [V, L] x^T [L, rows] is computed: WGMMA needs M >= 64. A 
 of a group, so it finds the group's maximum.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -24,17 +21,13 @@ from triton.language.extra.cuda import gdc
 from mla_fusion.attention.hopper import common
 from mla_fusion.attention.hopper.cards import PRODUCT_COLUMNS, product_rows
 from mla_fusion.attention.hopper.common import async_load, barrier, load_layout, tma_load
-from mla_fusion.attention.plan.epilogue import EPSILON as LEAST_SCALE
+from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
 from mla_fusion.attention.plan.epilogue import largest
-
-if TYPE_CHECKING:
-    from mla_fusion.attention.plan.inputs import Inputs
-
-__all__ = ["arguments", "kernel"]
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
 COLUMNS = gl.constexpr(PRODUCT_COLUMNS)
-EPSILON = gl.constexpr(LEAST_SCALE)
 
 
 @gluon.jit
@@ -62,20 +55,13 @@ def copy_latents(target, pointer, stride_t, left):
 
 
 @gluon.jit
-def power_of_two(scale):
-    """The least power of two that is neither below `scale` (fp32) nor `EPSILON`."""
-    bits = gl.maximum(scale, EPSILON).to(gl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def in_groups(y, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr):
     """Columns of fp32 `y` [COLUMNS, rows] over their scales, and these [rows].
 
     y * (1 / scale) and one Newton step are the rounded quotient (Markstein), without the branch of
     a division for zeros, which padding has.
     """
-    most = gl.maximum(gl.max(gl.abs(y), 0), EPSILON)
+    most = gl.maximum(gl.max(gl.abs(y), 0), LEAST_SCALE)
     scale = gl.div_rn(most, gl.full_like(most, LARGEST))
     if QUANTIZATION == "group_ue8m0":
         scale = power_of_two(scale)
@@ -141,14 +127,9 @@ def mla_product(
     gl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < tokens)[None, :])
 
 
-kernel: Any = mla_product
-
-
-def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:
+def weights_of(w_uv: torch.Tensor) -> tuple[TensorDescriptor, int, str]:
     """W_UV as a matrix with the columns of all heads: its descriptor, how many of them lie from
     one head to the next, and the dimension in which it is dense."""
-    assert given.epilogue is not None
-    w_uv = given.epilogue.w_uv
     heads, latent, values = w_uv.shape
     head, row, column = w_uv.stride()
     if row == 1:
@@ -161,21 +142,23 @@ def weights_of(given: Inputs) -> tuple[TensorDescriptor, int, str]:
     return w, step, "L" if row == 1 else "V"
 
 
-def arguments(given: Inputs) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
+def launch_of(given: Inputs) -> Launch:
+    """The launch of the product of a decode with its epilogue."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
     out, tokens = epilogue.out, len(latents)
     heads, latent, values = epilogue.w_uv.shape
-    w, step, dense = weights_of(given)
+    w, step, dense = weights_of(epilogue.w_uv)
     rows = product_rows(tokens)
-    options = {
-        "L": latent, "V": values, "ROWS": rows, "DENSE": dense,
-        "QUANTIZATION": epilogue.quantization, "LARGEST": largest(out.dtype),
-        "num_warps": PRODUCT_COLUMNS // 16, "launch_pdl": True,
+    (stride_t, stride_h, _), (scale_t, scale_g) = latents.stride(), epilogue.scale_strides
+    arguments = {
+        "latent_ptr": latents, "w": w, "out_ptr": out,
+        "scale_ptr": given.or_unused(epilogue.scale), "tokens": tokens,
+        "latent_stride_t": stride_t, "latent_stride_h": stride_h, "out_stride_t": out.stride(0),
+        "scale_stride_t": scale_t, "scale_stride_g": scale_g, "w_step": step, "L": latent,
+        "V": values, "ROWS": rows, "DENSE": dense, "QUANTIZATION": epilogue.quantization,
+        "LARGEST": largest(out.dtype),
     }  # fmt: skip
-    args = (
-        latents, w, out, given.or_unused(epilogue.scale), tokens, *latents.stride()[:2],
-        out.stride(0), *epilogue.scale_strides, step,
-    )  # fmt: skip
-    return (values // PRODUCT_COLUMNS, heads, -(-tokens // rows)), args, options
+    grid = values // PRODUCT_COLUMNS, heads, -(-tokens // rows)
+    options = {"num_warps": PRODUCT_COLUMNS // 16, "launch_pdl": True}
+    return Launch(mla_product, grid, arguments, options)

@@ -27,10 +27,10 @@ from mla_fusion.attention.hopper import common
 from mla_fusion.attention.hopper.cards import SPARSE_FP8_ROWS
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item
 from mla_fusion.attention.hopper.decode import store_item
+from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
-from mla_fusion.attention.plan.inputs import Inputs, Launch
-
-__all__ = ["arguments", "kernel"]
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM
@@ -40,7 +40,7 @@ VALUE = gl.constexpr(2.0**-15)
 # A cache, three times over, and the slots of a sequence: `end` of them count. codes, ropes,
 # scales: the address of the cache as e4m3, bf16 and fp32. block_units: 16 bytes each, from one
 # block to the next.
-Entries = namedtuple("Entries", "codes ropes scales block_units table end")
+ListedCache = namedtuple("ListedCache", "codes ropes scales block_units table end")
 
 # Tiles in shared memory: STAGES of entries, and more of slots. keys: [STAGES, tokens, L]. ropes:
 # [STAGES, tokens, R]. scales: [STAGES, tokens, GROUPS]. slots: [more than STAGES, tokens].
@@ -48,7 +48,7 @@ Ring = namedtuple("Ring", "keys ropes scales slots")
 
 # Rows of a query in shared memory, each times a power of two. even, odd: [rows, L / 2], its even
 # and odd latents. rope: [rows, R]. inverse: [rows], one over the power.
-Query = namedtuple("Query", "even odd rope inverse")
+ScaledQuery = namedtuple("ScaledQuery", "even odd rope inverse")
 
 
 @gluon.jit
@@ -255,8 +255,8 @@ def mla_sparse_hopper_fp8(
     scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
     fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments and launch as `hopper.decode`, with the cache as `Entries` says and `table_ptr` of
-    its slots. A work item is a token's query.
+    """Parameters and launch as `hopper.decode`, with the cache as `ListedCache` says and
+    `table_ptr` of its slots. A work item is a token's query.
     """
     if fresh != 0:
         gdc.gdc_wait()
@@ -273,7 +273,7 @@ def mla_sparse_hopper_fp8(
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE, GROUPS], plain),
         gl.allocate_shared_memory(gl.int32, [4, TILE], line),
     )
-    query = Query(
+    query = ScaledQuery(
         gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
         gl.allocate_shared_memory(gl.float16, [ROWS, L // 2], wide),
         gl.allocate_shared_memory(gl.bfloat16, [ROWS, R], wide),
@@ -293,7 +293,7 @@ def mla_sparse_hopper_fp8(
         item = read_item(work, number, FORM)
         # All that follows may be written by the kernel in front.
         gdc.gdc_wait()
-        entries = Entries(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
+        entries = ListedCache(codes_ptr, ropes_ptr, scales_ptr, block_units, item.table, item.end)
         tile, stop = item.begin // TILE, (item.end + TILE - 1) // TILE
         # A graph's padding has items without query rows.
         stop = gl.where(item.count > 0, stop, tile)
@@ -319,16 +319,14 @@ def mla_sparse_hopper_fp8(
     gdc.gdc_launch_dependents()
 
 
-kernel = mla_sparse_hopper_fp8
-
-
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
-    cache, e4m3 = given.kv_cache, given.plan.settings.kv_dtype
-    args = (
-        given.q, *(cache.view(dtype) for dtype in (e4m3, torch.bfloat16, torch.float32)),
-        given.block_table, given.or_unused(given.sink), *given.results, *given.scales[2:],
-        *given.strides, cache.stride(0) // 16, int(given.plan.fresh),
-    )  # fmt: skip
-    options = {"FORM": given.form, "ROWS": SPARSE_FP8_ROWS, "num_warps": 4, "launch_pdl": True}
-    return given.grid(SPARSE_FP8_ROWS), args, options
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
+    cache = given.kv_cache
+    arguments = {
+        **launches.common(given),
+        "codes_ptr": cache.view(given.plan.settings.kv_dtype),
+        "ropes_ptr": cache.view(torch.bfloat16), "scales_ptr": cache.view(torch.float32),
+        "block_units": cache.stride(0) // 16, "ROWS": SPARSE_FP8_ROWS,
+    }  # fmt: skip
+    options = {"num_warps": 4, "launch_pdl": True}
+    return Launch(mla_sparse_hopper_fp8, launches.grid(given, SPARSE_FP8_ROWS), arguments, options)

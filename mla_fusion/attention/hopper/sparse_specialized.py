@@ -23,16 +23,15 @@ from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, items_of, read_item, tiles_of
 from mla_fusion.attention.hopper.sparse_specialized_gather import Scopes, gather
 from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers, turn_of
+from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target
-from mla_fusion.attention.plan.inputs import Inputs, Launch
-
-__all__ = ["arguments", "kernel"]
-
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
 # Tiles of keys in shared memory, and two barriers of each. keys: [n, tokens, L]. ropes: [n,
 # tokens, R]; nothing reads it if R is 0. slots: [n, tokens], -1 for none. full: the gathering
 # warps have stored a tile. free: both halves are used.
-Tiles = namedtuple("Tiles", "keys ropes slots full free")
+GatheredTiles = namedtuple("GatheredTiles", "keys ropes slots full free")
 
 
 @gluon.jit
@@ -135,16 +134,22 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(
-    do_not_specialize=["table_stride", "extra_table_stride", "units", "extra_units", "fresh"]
+    do_not_specialize=[
+        "table_stride",
+        "extra_table_stride",
+        "block_units",
+        "extra_block_units",
+        "fresh",
+    ]
 )
 def mla_sparse_hopper_ws(
-    table_ptr, extra_table_ptr, lens_ptr, sink_ptr, cache_ptr, extra_cache_ptr, out_ptr, lse_ptr,
+    table_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, kv_ptr, extra_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
-    scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, units, extra_units,
-    q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
+    scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, block_units,
+    extra_block_units, q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, caches as `Scopes`, and descriptors of the query. It is
-    launched as early as `hopper.decode`, which has `fresh` too.
+    """`plan.launches` has the parameters, `Scopes` the caches; the others are `Boxes` of the query.
+    It is launched as early as `hopper.decode`, which has `fresh` too.
     """
     if fresh != 0:
         gdc.gdc_wait()
@@ -162,7 +167,7 @@ def mla_sparse_hopper_ws(
     if R > 0:
         ropes = gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, R], layout)
         q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, R], layout)
-    tiles = Tiles(
+    tiles = GatheredTiles(
         keys, ropes, gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], line),
         new_barriers(BUFFERS), new_barriers(BUFFERS, 2),
     )  # fmt: skip
@@ -181,7 +186,7 @@ def mla_sparse_hopper_ws(
         work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
-    scopes = Scopes(cache_ptr, units, extra_cache_ptr, extra_units, lens_ptr)
+    scopes = Scopes(kv_ptr, block_units, extra_ptr, extra_block_units, first_lens_ptr)
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
@@ -201,21 +206,15 @@ def mla_sparse_hopper_ws(
     gdc.gdc_launch_dependents()
 
 
-kernel = mla_sparse_hopper_ws
-
-
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
-    sparse, plan = given.sparse, given.plan
-    assert sparse is not None, "`fits` has asked for it"
-    caches = given.kv_cache, sparse.extra.kv_cache
-    halves, quarters, *rotated = ws.query_boxes(given.q, given.widths[0], plan.layout.per_work)
-    args = (
-        given.block_table, sparse.extra.table, sparse.lens, given.or_unused(sparse.sink),
-        *(cache.view(torch.int32) for cache in caches), *given.results, *given.scales[2:],
-        *given.strides[2:], sparse.extra.table.stride(0),
-        *(cache.stride(0) // 16 for cache in caches), halves, quarters, *(rotated or [quarters]),
-        int(plan.fresh),
-    )  # fmt: skip
-    options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}
-    return given.grid(ROWS.value), args, options
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
+    assert given.sparse is not None, "its card takes no other decode"
+    cache, extra = given.kv_cache, given.sparse.extra.kv_cache
+    arguments = {
+        **launches.common(given),
+        **ws.query_boxes(given.q, given.widths[0], given.plan.layout.per_work),
+        "kv_ptr": cache.view(torch.int32), "block_units": cache.stride(0) // 16,
+        "extra_ptr": extra.view(torch.int32), "extra_block_units": extra.stride(0) // 16,
+    }  # fmt: skip
+    options = {"num_warps": WARPS.value, "launch_pdl": True}
+    return Launch(mla_sparse_hopper_ws, launches.grid(given, ROWS.value), arguments, options)

@@ -33,10 +33,10 @@ from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, cache_boxes
 from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new_barriers
+from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target
-from mla_fusion.attention.plan.inputs import Inputs, Launch
-
-__all__ = ["arguments", "kernel"]
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -47,8 +47,9 @@ def mla_decode_hopper_ws(
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
     block_rows, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as `triton.decode_kernel`, and descriptors of query and cache. It is launched as
-    early as `hopper.decode`, which has `fresh` too.
+    """`plan.launches` has the parameters; the others are `Boxes` of query and cache, and the rows
+    of a cache from one block to the next. It is launched as early as `hopper.decode`, which has
+    `fresh` too.
     """
     if fresh != 0:
         gdc.gdc_wait()
@@ -131,17 +132,15 @@ def mla_decode_hopper_ws(
     gdc.gdc_launch_dependents()
 
 
-kernel = mla_decode_hopper_ws
-
-
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch (also for compiling without a GPU)."""
-    latent, rotated = given.widths
-    args = (
-        given.block_table, *given.results, *given.scales, *given.strides[2:],
-        *ws.query_boxes(given.q, latent, given.plan.layout.per_work),
-        *cache_boxes(given.kv_cache, (latent // 2, latent // 4, rotated), TILE.value),
-        int(given.plan.fresh),
-    )  # fmt: skip
-    options = {"FORM": given.form, "launch_pdl": True, "num_warps": WARPS.value}
-    return given.grid(ROWS.value), args, options
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
+    latent, rope = given.widths
+    columns = latent // 2, latent // 4, rope
+    halves, quarters, rotated, block_rows = cache_boxes(given.kv_cache, columns)
+    arguments = {
+        **launches.common(given),
+        **ws.query_boxes(given.q, latent, given.plan.layout.per_work),
+        "halves": halves, "quarters": quarters, "rotated": rotated, "block_rows": block_rows,
+    }  # fmt: skip
+    options = {"num_warps": WARPS.value, "launch_pdl": True}
+    return Launch(mla_decode_hopper_ws, launches.grid(given, ROWS.value), arguments, options)

@@ -48,16 +48,17 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     return made
 
 
-def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> tuple[TensorDescriptor, ...]:
-    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads. A box has 64 heads
-    of one token, or all heads of an item for several tokens; without R there is no last box. Heads
-    of padding are zeros. Rows behind those of an item are zeros or another token's. The results of
-    both are not stored.
+def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> dict[str, TensorDescriptor]:
+    """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads, as arguments by
+    name. A box has 64 heads of one token, or all heads of an item for several tokens. Without R
+    nothing reads the last box. Heads of padding are zeros. Rows behind those of an item are zeros
+    or another token's. The results of both are not stored.
     """
     heads = per_work if ROWS.value % per_work == 0 else ROWS.value
     columns = latent // 2, latent // 4, q.shape[2] - latent
     block = [ROWS.value // heads, heads]
-    return common.boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, *columns)
+    found = common.boxes(q, [*q.shape[:2]], [*q.stride()[:2]], block, *columns)
+    return {"q_halves": found[0], "q_quarters": found[1], "q_rotated": found[-1]}
 
 
 @gluon.jit

@@ -192,7 +192,7 @@ class Companions:
     captured: bool = False
     expanded: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
-    def check(self, plan: PlanBuffers) -> None:
+    def check_buffers(self, plan: PlanBuffers) -> None:
         """Raise ValueError unless `plan` still has the buffers it was allocated with."""
         if replaced := [n for n, own in self.buffers.items() if getattr(plan, n) is not own]:
             raise ValueError(

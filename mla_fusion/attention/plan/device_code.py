@@ -1,12 +1,15 @@
-"""Triton code that decode kernels of several rooms share: work items and the online softmax."""
+"""Triton code that kernels of several rooms share: work items, the online softmax, ue8m0 scales."""
 
 from collections import namedtuple
 
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.plan.epilogue import EPSILON
+
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST_SCALE = tl.constexpr(EPSILON)
 
 # A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row. Of each
 # query row of the CTA: head, token, and whether it is no padding.
@@ -57,3 +60,10 @@ def softmax_step(s, seen, scale, m, l):
     p = tl.exp2(s - base[None, :])
     decay = tl.exp2(m - base)
     return p, decay, new_m, l * decay[None, :] + p
+
+
+@triton.jit
+def power_of_two(scale):
+    """The least power of two that is neither below `scale` (fp32) nor `LEAST_SCALE`."""
+    bits = tl.maximum(scale, LEAST_SCALE).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

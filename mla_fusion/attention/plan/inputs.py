@@ -14,7 +14,6 @@ from mla_fusion.attention.plan.layouts import CacheLayout
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.inputs import check, check_whole, fits
 
-Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, positional, keywords
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,27 +35,6 @@ class Sparse:
     first: int
     lens: torch.Tensor
     sink: torch.Tensor | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """Compile-time constants of a decode kernel. ENTRY: stride of tokens in a page of
-    PAGE. HEADS, FOLD: of the plan's layout. SPARSE: the table lists slots. A sequence is FIRST
-    tokens of the first scope, then those of the `EXTRA_` scope. SINK, LSE: whether there is one."""
-
-    L: int
-    R: int
-    HEADS: int
-    FOLD: int
-    ENTRY: int
-    PAGE: int
-    EXTRA_ENTRY: int
-    EXTRA_PAGE: int
-    FIRST: int
-    SPARSE: bool
-    SINK: bool
-    LSE: bool
-    layout: CacheLayout | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,62 +73,9 @@ class Inputs:
     def sink(self) -> torch.Tensor | None:
         return None if self.sparse is None else self.sparse.sink
 
-    @property
-    def results(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that every decode kernel writes, then the plan, in the order of its
-        arguments."""
-        plan = self.plan
-        return (
-            self.out, self.or_unused(self.lse), plan.partial_output, plan.partial_lse,
-            plan.work_indptr, plan.work_info_set, plan.qo_indptr, plan.kv_indptr,
-        )  # fmt: skip
-
-    @property
-    def scales(self) -> tuple[Any, ...]:
-        """The scales of query and cache, that of the scores, and the heads."""
-        both = self.or_unused(self.q_scale), self.or_unused(self.kv_scale)
-        return *both, float(self.softmax_scale), self.q.shape[1]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides of query, output and table."""
-        return *self.q.stride()[:2], *self.out.stride()[:2], self.block_table.stride(0)
-
-    @property
-    def scopes(self) -> tuple[Any, ...]:
-        """The arguments of kernels that read two scopes; a dense cache is both of them."""
-        cache, table, plan = self.kv_cache, self.block_table, self.plan
-        extra = Scope(cache, table) if self.sparse is None else self.sparse.extra
-        caches = [cache, extra.kv_cache]
-        if self.layout is not None:
-            caches = [each.view(plan.settings.kv_dtype) for each in caches]
-        lens = plan.kv_indptr if self.sparse is None else self.sparse.lens
-        strides = cache.stride(0), extra.table.stride(0), extra.kv_cache.stride(0)
-        return (
-            self.q, caches[0], table, caches[1], extra.table, lens, self.or_unused(self.sink),
-            *self.results, *self.scales, *self.strides, *strides,
-        )  # fmt: skip
-
-    def grid(self, rows: int) -> tuple[int, int]:
-        """CTAs of the plan, and blocks of `rows` query rows."""
-        return self.plan.rules.ctas, -(-self.rows // rows)
-
     def entry(self, cache: torch.Tensor) -> int:
         """Elements from one entry of a page to the next."""
         return cache.stride(1) if self.layout is None else self.layout.entry_stride(cache)
-
-    @property
-    def form(self) -> Form:
-        latent, rope = self.widths
-        cache, sparse = self.kv_cache, self.sparse
-        extra = cache if sparse is None else sparse.extra.kv_cache
-        return Form(
-            L=latent, R=rope, HEADS=self.plan.layout.per_work, FOLD=self.plan.layout.fold,
-            ENTRY=self.entry(cache), PAGE=cache.shape[1],
-            EXTRA_ENTRY=self.entry(extra), EXTRA_PAGE=extra.shape[1],
-            FIRST=0 if sparse is None else sparse.first, SPARSE=sparse is not None,
-            SINK=self.sink is not None, LSE=self.lse is not None, layout=self.layout,
-        )  # fmt: skip
 
 
 def check_step(

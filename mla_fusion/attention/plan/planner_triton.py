@@ -28,9 +28,10 @@ def fill(
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
     rules, max_batch, batch = plan.rules, plan.settings.max_batch, len(seq_lens)
     mla_plan[(1,)](
-        qo_indptr, seq_lens, *(getattr(plan, name) for name in PLANNED), plan.planner_scratch,
-        batch, rules.busy_ctas(batch), max_query_len, MAX_BATCH=max_batch, RULES=rules,
+        step_qo_indptr=qo_indptr, seq_lens=seq_lens, scratch=plan.planner_scratch, batch=batch,
+        busy=rules.busy_ctas(batch), max_query_len=max_query_len, MAX_BATCH=max_batch, RULES=rules,
         BLOCK_B=triton.next_power_of_2(max_batch), BLOCK_W=triton.next_power_of_2(rules.ctas),
+        **{name: getattr(plan, name) for name in PLANNED},
         # The serial loop is the same in all warps; they share the work before and after it.
         num_warps=4,
     )  # fmt: skip
@@ -61,11 +62,11 @@ def store_costs(
 # Tensors that are read side by side count as unaligned: for wider reads a thread would get several
 # neighbouring lanes, and change to others, through shared memory, at every store of a work item.
 @triton.jit(
-    do_not_specialize=["batch", "busy", "max_query_len", "qo_indptr", "seq_lens", "scratch"]
+    do_not_specialize=["batch", "busy", "max_query_len", "step_qo_indptr", "seq_lens", "scratch"]
 )
 def mla_plan(
-    qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
-    reduce_partial_map, plan_qo_indptr, plan_kv_indptr, scratch, batch, busy, max_query_len,
+    step_qo_indptr, seq_lens, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
+    reduce_partial_map, qo_indptr, kv_indptr, scratch, batch, busy, max_query_len,
     MAX_BATCH: tl.constexpr, RULES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """One CTA; `busy` of all CTAs may get work from `batch` of MAX_BATCH sequences."""
@@ -76,7 +77,7 @@ def mla_plan(
 
     b = tl.arange(0, BLOCK_B)
     live_tiles = store_costs(
-        qo_indptr, seq_lens, plan_qo_indptr, plan_kv_indptr, sequences, b, batch, max_query_len,
+        step_qo_indptr, seq_lens, qo_indptr, kv_indptr, sequences, b, batch, max_query_len,
         MAX_BATCH, RULES,
     )  # fmt: skip
     tl.debug_barrier()
@@ -119,9 +120,8 @@ def mla_plan(
     tl.store(work_indptr, 0)
     tl.store(work_indptr + 1 + w, work_end, mask=w < RULES.ctas)
     write_items(
-        plan_qo_indptr, plan_kv_indptr, work_info_set, reduce_indptr, reduce_final_map,
-        reduce_partial_map, max_query_len, works, tile, done, work_end - works, partial, end_done,
-        RULES,
+        qo_indptr, kv_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map,
+        max_query_len, works, tile, done, work_end - works, partial, end_done, RULES,
     )  # fmt: skip
 
 

@@ -35,8 +35,8 @@ def unsupported(q_dtype: torch.dtype, kv_dtype: torch.dtype, latent: int, rope: 
     )
 
 
-def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
-    """Raise ValueError for what this provider does not support."""
+def check_types(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
+    """Raise ValueError for types and widths that this provider does not support."""
     rope = kv_cache.shape[2] - latent
     if why := unsupported(q.dtype, kv_cache.dtype, latent, rope):
         raise ValueError(f"provider 'triton': {why}; convert, or use provider 'reference'")
@@ -45,7 +45,7 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
 
 def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
-    check(given.q, given.kv_cache, given.plan.settings.v_head_dim)
+    check_types(given.q, given.kv_cache, given.plan.settings.v_head_dim)
     launch(given)
 
 
@@ -60,12 +60,7 @@ def launch(given: Inputs) -> None:
 
 def decode(given: Inputs) -> None:
     """The launch of the decode kernel: splits, and the latents of sequences without any."""
-    _run(cards.chosen(gpu.of(given.q.device), given).module, given)
-
-
-def _run(module: Any, *given: Any) -> None:
-    grid, args, options = module.arguments(*given)
-    module.kernel[grid](*args, **options)
+    cards.chosen(gpu.of(given.q.device), given).module.launch_of(given).start()
 
 
 def merge(given: Inputs) -> None:
@@ -73,7 +68,7 @@ def merge(given: Inputs) -> None:
     # Imported when launched: a kernel needs Triton.
     from mla_fusion.attention.triton import reduce_kernel
 
-    _run(reduce_kernel, given)
+    reduce_kernel.launch_of(given).start()
 
 
 def multiply(given: Inputs) -> None:
@@ -84,7 +79,7 @@ def multiply(given: Inputs) -> None:
     here = gpu.of(latents.device)
     for card in cards.PRODUCTS:
         if card.takes(here, given):
-            return _run(card.module, given)
+            return card.module.launch_of(given).start()
     (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
     if epilogue.scale is not None:
         # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
@@ -99,7 +94,7 @@ def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
     """The quantization of a dense product [T, H * V]."""
     from mla_fusion.attention.triton import quantize_kernel
 
-    _run(quantize_kernel, product, epilogue)
+    quantize_kernel.launch_of(product, epilogue).start()
 
 
 def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:

@@ -7,17 +7,16 @@ rows and latents by rows, as `hopper/decode.py` says. A range of Triton's is a p
 L_PAD and R_PAD are those of L and R, and `within` masks what lies beyond.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from mla_fusion import gpu
 from mla_fusion.attention.cards import portable_rows
-from mla_fusion.attention.plan import device_code
+from mla_fusion.attention.plan import device_code, launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, read_item, within
-from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.kernels.arithmetic import next_power_of_two
 
 
@@ -145,10 +144,8 @@ def mla_decode_triton(
 ):  # fmt: skip
     """One CTA (program_id 0) and one block of ROWS query rows (program_id 1).
 
-    Tensors are those of `mla_fusion.attention.persistent_mla_decode`, of its plan and of
-    `inputs.Sparse`, FORM is `Inputs.form`. scale: of the scores, before the scales of q and the
-    cache. A query row is position * HEADS + head. DOT: the type of both products. Caches with a
-    layout are of e4m3 type here. R is 0 where the rotated values are latents."""
+    `plan.launches` has the parameters. A query row is position * HEADS + head. L_PAD, R_PAD: powers
+    of two. DOT: the type of both products. R is 0 where the rotated values are latents."""
     L: tl.constexpr = FORM.L
     R: tl.constexpr = FORM.R
     scale *= LOG2E
@@ -215,9 +212,6 @@ def mla_decode_triton(
         store_item(acc, m, l, value_scale, item, row, target, sink_ptr, FORM, L_PAD)
 
 
-kernel: Any = mla_decode_triton
-
-
 def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tuple[int, int]:
     """Query rows of a CTA for work items of `rows`, and its warps: the largest that compile for
     gfx942, gfx950 and sm_90 without spilling registers in the loop over tiles; fp8 latents above
@@ -230,15 +224,16 @@ def tile(rows: int, latent: int, rope: int, of_bytes: bool, is_amd: bool) -> tup
     return size, 4 if size == 16 and latent <= 512 else 256 // warp
 
 
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the launch."""
+def launch_of(given: Inputs) -> Launch:
+    """The launch of a decode."""
     latent, rope = given.widths
     is_amd = gpu.of(given.q.device).vendor == "AMD"
     rows, warps = tile(given.rows, latent, rope, given.layout is not None, is_amd)
     half = torch.float16 in (given.q.dtype, given.kv_cache.dtype)
-    options = {
-        "FORM": given.form, "L_PAD": next_power_of_two(latent), "R_PAD": next_power_of_two(rope),
-        "ROWS": rows, "BLOCK_N": 16, "DOT": tl.float16 if half else tl.bfloat16,
-        "num_warps": warps, "num_stages": 1,
+    arguments = {
+        **launches.common(given), **launches.caches(given),
+        "L_PAD": next_power_of_two(latent), "R_PAD": next_power_of_two(rope), "ROWS": rows,
+        "BLOCK_N": 16, "DOT": tl.float16 if half else tl.bfloat16,
     }  # fmt: skip
-    return given.grid(rows), given.scopes, options
+    options = {"num_warps": warps, "num_stages": 1}
+    return Launch(mla_decode_triton, launches.grid(given, rows), arguments, options)

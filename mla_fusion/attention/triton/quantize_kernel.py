@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from mla_fusion import gpu
-from mla_fusion.attention.plan.epilogue import EPSILON, GROUP, Epilogue, largest
-from mla_fusion.attention.plan.inputs import Launch
+from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
+from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, largest
+from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.kernels.triton_rows import cast
-
-LEAST_SCALE = tl.constexpr(EPSILON)
-
-
-@triton.jit
-def power_of_two(scale):
-    """The least power of two that is neither below `scale` (fp32) nor `LEAST_SCALE`."""
-    bits = tl.maximum(scale, LEAST_SCALE).to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 # A stride of 1 is not specialized: the warm-up has scales in rows, a graph may have columns.
@@ -48,18 +38,16 @@ def mla_quantize(
     tl.store(out_ptr + token * out_stride_t + column, y, mask=inside)
 
 
-kernel: Any = mla_quantize
-
-
-def arguments(product: torch.Tensor, epilogue: Epilogue) -> Launch:
-    """Grid, arguments and options of the launch for a dense product [T, H * V]."""
+def launch_of(product: torch.Tensor, epilogue: Epilogue) -> Launch:
+    """The launch for a dense product [T, H * V]."""
     out, (tokens, width) = epilogue.out, product.shape
     most = largest(out.dtype)
-    # A negative LIMIT: the conversion clamps by itself.
-    limit = -most if gpu.of(out.device).vendor == "NVIDIA" else most
-    args = product, out, epilogue.scale, out.stride(0), *epilogue.scale_strides
-    options = {
+    stride_t, stride_g = epilogue.scale_strides
+    arguments = {
+        "y_ptr": product, "out_ptr": out, "scale_ptr": epilogue.scale,
+        "out_stride_t": out.stride(0), "scale_stride_t": stride_t, "scale_stride_g": stride_g,
         "WIDTH": width, "GROUP": GROUP, "QUANTIZATION": epilogue.quantization, "LARGEST": most,
-        "LIMIT": limit, "num_warps": 1,
+        # A negative LIMIT: the conversion clamps by itself.
+        "LIMIT": -most if gpu.of(out.device).vendor == "NVIDIA" else most,
     }  # fmt: skip
-    return (tokens, -(-width // GROUP)), args, options
+    return Launch(mla_quantize, (tokens, -(-width // GROUP)), arguments, {"num_warps": 1})

@@ -1,12 +1,11 @@
 """The reduction behind a decode, in Triton: the splits of a sequence become rows of the output."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
-from mla_fusion.attention.plan.inputs import Inputs, Launch
+from mla_fusion.attention.plan.inputs import Inputs
+from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
 
@@ -80,9 +79,6 @@ def mla_reduce(
             tl.store(lse_ptr + token * heads + head, lse, mask=real)
 
 
-kernel: Any = mla_reduce
-
-
 def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each: few
     tiles have many splits, which are loaded at once. Measured on an H200, where a CTA has 16 bytes
@@ -94,22 +90,25 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     return (1 if tiles * rows <= 2048 else 2 if tiles * rows <= 4096 else 4), 4, 512
 
 
-def arguments(given: Inputs) -> Launch:
-    """Grid, arguments and options of the reduction of a step."""
+def launch_of(given: Inputs) -> Launch:
+    """The launch of the reduction of a step."""
     plan, out, (latent, _) = given.plan, given.out, given.widths
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.layout.fold
     rows, splits, columns = reduction(tiles, given.rows)
     columns = min(columns, next_power_of_two(latent))
-    args = (
-        plan.partial_output, plan.partial_lse, plan.reduce_indptr, plan.reduce_final_map,
-        plan.reduce_partial_map, plan.qo_indptr, given.or_unused(given.sink), out,
-        given.or_unused(given.lse), out.shape[1], *out.stride()[:2],
-    )  # fmt: skip
-    options = {
-        "SINK": given.sink is not None, "L": latent, "HEADS": plan.layout.per_work,
-        "FOLD": plan.layout.fold, "ROWS": rows, "SPLITS": splits, "COLUMNS": columns,
-        "LSE": given.lse is not None, "FOLLOWED": given.epilogue is not None, "num_warps": 4,
+    stride_t, stride_h, _ = out.stride()
+    early = early_launch(out.device)
+    arguments = {
+        "partial_ptr": plan.partial_output, "partial_lse_ptr": plan.partial_lse,
+        "reduce_indptr_ptr": plan.reduce_indptr, "reduce_final_map_ptr": plan.reduce_final_map,
+        "reduce_partial_map_ptr": plan.reduce_partial_map, "qo_indptr_ptr": plan.qo_indptr,
+        "sink_ptr": given.or_unused(given.sink), "out_ptr": out,
+        "lse_ptr": given.or_unused(given.lse), "heads": out.shape[1], "out_stride_t": stride_t,
+        "out_stride_h": stride_h, "SINK": given.sink is not None, "L": latent,
+        "HEADS": plan.layout.per_work, "FOLD": plan.layout.fold, "ROWS": rows, "SPLITS": splits,
+        "COLUMNS": columns, "LSE": given.lse is not None, "FOLLOWED": given.epilogue is not None,
+        "PDL": early.pop("PDL"),
     }  # fmt: skip
     grid = tiles, -(-given.rows // rows), -(-latent // columns)
-    return grid, args, options | early_launch(out.device)
+    return Launch(mla_reduce, grid, arguments, {"num_warps": 4, **early})

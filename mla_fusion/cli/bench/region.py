@@ -46,8 +46,8 @@ def workspace(region: Region) -> torch.Tensor:
 
 def chosen_plan(region: Region) -> Plan:
     """The launch plan of the dispatch table for this case."""
-    case, table = region.case, dispatch.device_table(gpu.of(region.calls[0].q.device))
-    return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, table)
+    case, here = region.case, gpu.of(region.calls[0].q.device)
+    return dispatch.choose(case.tokens, case.heads, case.fp8, case.widths, here)
 
 
 def bmm_and_one_kernel(region: Region) -> Layer:

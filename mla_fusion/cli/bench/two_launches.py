@@ -16,9 +16,9 @@ def rest_kernel(
     latent_ptr, q_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
     k_scale_ptr, q_scale_ptr, out_ptr,
     tokens, heads, q_row, q_head, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row,
-    FORM: tl.constexpr, Q_LIMIT: tl.constexpr, K_LIMIT: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """Cache rows, rotated rows, and with Q_LIMIT not 0 the casts of `latent_ptr` [T, H, L]."""
+    """Cache rows, rotated rows, and with an fp8 query the casts of `latent_ptr` [T, H, L]."""
     given = Given(
         q_ptr, None, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
         k_scale_ptr, q_scale_ptr, None, out_ptr, tokens, heads, q_row, q_head, 0, 0, 0, kv_c_row,
@@ -27,14 +27,14 @@ def rest_kernel(
     unit = tl.program_id(0)
     cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)
     if unit < cache_programs:
-        cache_rows(given, unit, FORM, K_LIMIT)
+        cache_rows(given, unit, FORM)
     else:
-        row, inside, slot, inverse = rotated_rows(given, unit - cache_programs, FORM, Q_LIMIT)
-        if Q_LIMIT != 0:
+        row, inside, slot, inverse = rotated_rows(given, unit - cache_programs, FORM)
+        if FORM.Q_LIMIT != 0:
             cols = tl.arange(0, FORM.L_PAD)[None, :]
             stored = inside & (slot >= 0) & (cols < FORM.L)
             y = tl.load(latent_ptr + row * FORM.L + cols, mask=stored, other=0.0).to(tl.float32)
-            y = cast(y, inverse, out_ptr.dtype.element_ty, Q_LIMIT)
+            y = cast(y, inverse, out_ptr.dtype.element_ty, FORM.Q_LIMIT)
             tl.store(out_ptr + row * (FORM.L + FORM.R) + cols, y, mask=stored)
 
 
@@ -48,14 +48,13 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
         product = q.new_empty((tokens, heads, latent))
     torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t, out=product.transpose(0, 1))
     plan = Plan(cache_tokens=max(1, min(8, tokens // 64)))
-    _, options = provider.launch_arguments(plan, inputs)
-    known = {name: options[name] for name in rest_kernel.arg_names if name in options}
+    given = provider.launch_arguments(plan, inputs)
+    known = {name: given[name] for name in rest_kernel.arg_names if name in given}
+    # There some rows are counted in units of 16 bytes.
+    rows = {"q_row": q, "kv_c_row": inputs.kv_c, "k_pe_row": inputs.k_pe}
+    known |= {name: tensor.stride(0) for name, tensor in rows.items()}
     rest = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     rest_kernel[rest,](
-        product, q, inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping,
-        inputs.positions, inputs.cos_sin_cache, inputs.k_scale, inputs.q_scale, q_out,
-        tokens, heads, q.stride(0), q.stride(1), inputs.kv_c.stride(0), inputs.k_pe.stride(0),
-        *inputs.kv_cache.stride()[:2], inputs.cos_sin_cache.stride(0),
-        **known, num_warps=plan.num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
+        latent_ptr=product, **known, num_warps=plan.num_warps, enable_fp_fusion=False
+    )
     return q_out

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,13 @@ _SNAPSHOT = re.compile(r"/models--(.+?)--(.+)/snapshots/[^/]+$")  # in the Hub's
 class Settings(argparse.Namespace):
     """The engine that the user would start, and how it is cut: the command's arguments."""
 
+    checkpoint = "auto"  # the type of the KV cache that vLLM takes from the checkpoint
+
+    @property
+    def cache(self) -> str:
+        """The type of the KV cache: --kv-cache-dtype, or without it the checkpoint's."""
+        return self.checkpoint if self.kv_cache_dtype == "auto" else str(self.kv_cache_dtype)
+
     @property
     def requests(self) -> int:
         """Requests at once: --max-num-seqs, or the number that is assumed without it."""
@@ -36,13 +44,13 @@ class Settings(argparse.Namespace):
         """vLLM's speculative_config with `method`."""
         return {"method": method, "num_speculative_tokens": self.speculative_tokens}
 
-    def serve(self, draft: bool, predicts: bool, brings_code: bool = False) -> list[str]:
-        """The arguments of `vllm serve`, the model first, which a draft head is not. Drafts come
-        from the layers with which the model `predicts` them, else from the prompt. A model that
-        `brings_code` needs it trusted. An option that was not asked for is left to vLLM."""
+    def serve(self, model: Mapping[str, Any], draft: bool) -> list[str]:
+        """The arguments of `vllm serve`, the model first, which a draft head is not. model: its
+        config. If that brings code, it is trusted; if it has layers that predict tokens, drafts
+        come from them, else from the prompt. An option that was not asked for is left to vLLM."""
         name = self._served()
         words = ["MODEL" if draft else name or "MODEL"]
-        words += ["--trust-remote-code"] if brings_code else []
+        words += ["--trust-remote-code"] if model.get("auto_map") else []
         for flag, default in (
             ("tensor-parallel-size", 1), ("decode-context-parallel-size", 1),
             ("max-num-seqs", None), ("kv-cache-dtype", "auto"),
@@ -50,7 +58,8 @@ class Settings(argparse.Namespace):
             value = getattr(self, flag.replace("-", "_"))
             words += [f"--{flag}", str(value)] if value != default else []
         if self.speculative_tokens:
-            drafts = self.drafts("mtp" if draft or predicts else "ngram")
+            predicts = draft or model.get("num_nextn_predict_layers")
+            drafts = self.drafts("mtp" if predicts else "ngram")
             drafts |= {"model": name or "DRAFT"} if draft else {}
             words += ["--speculative-config", json.dumps(drafts, separators=(",", ":"))]
         options = {} if self.attention == "auto" else {"attention": self.attention}

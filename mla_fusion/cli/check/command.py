@@ -12,13 +12,12 @@ from typing import get_args
 
 from mla_fusion import cli, config, kernels, report
 from mla_fusion.cli import UserError, child, option
-from mla_fusion.cli.check import model_classes, model_config, persistent_decode, sizes
+from mla_fusion.cli.check import model_classes, model_config, persistent_decode
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
-from mla_fusion.config import eligibility
-from mla_fusion.measure.versions import version_of
-from mla_fusion.report.reasons import Decline, Declined, recognize
+from mla_fusion.measure.records import version_of
+from mla_fusion.report.reasons import Declined
 
 # What vLLM's CPU attention can run; other models and caches are only compiled.
 _CPU_HEAD_SIZE, _CPU_CACHES = 576, ("auto", "bfloat16")
@@ -65,25 +64,17 @@ def find(settings: Settings) -> Answer:
     cli.require("vllm")
     _refuse(settings)
     model = model_config.read(settings.model)
-    if "auto_map" not in model.config and not any(map(model_classes.knows_type, model.kinds)):
-        raise UserError(
-            f"{model.path}: neither this vLLM nor Transformers knows the model type "
-            f"{model.config['model_type']!r}, and no auto_map names its code"
-        )
+    settings.checkpoint = model.cache
     details = ["checked by its configuration, this vLLM's source and environment, no engine"]
     try:
-        decline = model_classes.decide(model.config, model.architecture)
-        if decline is None or decline.code != "no-mla":
-            decline = eligibility.why_not_here() or decline
-        if decline:
-            raise Declined(decline.code, decline.detail)
-        cut = _cut(model, settings)
+        offered = model_classes.look_up(model)
+        cut = model_config.cut(model, settings.layers, settings.tensor_parallel_size)
+        settings.speculative_tokens = max(settings.speculative_tokens, int(cut.draft))
         details = [f"checked as: {cut.changed}"]
-        brings_code = bool(model.config.get("auto_map"))
-        predicts = bool(model.config.get("num_nextn_predict_layers"))
-        serve = settings.serve(cut.draft, predicts, brings_code)
-        weights = _of_checkpoint(settings, model, cut)
-        notes = persistent_decode.ask(settings, cut)
+        serve = settings.serve(model.config, cut.draft)
+        backends = _backends(settings, cut, offered)
+        notes = _of_checkpoint(settings, cut, backends)
+        notes += persistent_decode.ask(settings, cut) + _known_trouble(settings.cache)
     except Declined as error:
         print(*details, sep="\n", file=sys.stderr)
         return Answer(model.name, settings, "configuration", [error.decline], details)
@@ -93,60 +84,37 @@ def find(settings: Settings) -> Answer:
     details.append(_COMPILES.format(lacks) if lacks else runs)
     print(*details, sep="\n", file=sys.stderr, flush=True)
     outcome = _ask_engine(settings, cut, not lacks)
-    why, stored = _reasons(outcome.report, outcome.warnings), outcome.report
-    if settings.kv_cache_dtype.startswith("fp8"):
-        triton = version_of("triton")
-        notes += [
-            f"  on {each['arch']} with the Triton that is installed here, {triton}: {each['text']}"
-            for each in ISSUES
-            if is_before(triton, each["triton before"])
-        ]
-    backends = _backends(settings, cut, model.architecture)
-    notes = weights + notes
+    why, stored = outcome.declines, outcome.report
     return Answer(model.name, settings, "engine", why, details, stored, backends, serve, notes)
 
 
 def _of_checkpoint(
-    settings: Settings, model: model_config.Model, cut: model_config.Cut
+    settings: Settings, cut: model_config.Cut, backends: dict[str, list[str]]
 ) -> list[str]:
-    """A line on the checkpoint's types and size, if they matter. Its cache becomes that of the
-    settings where the user names none; Declined if no attention backend has such a cache."""
+    """A line on the checkpoint's types and size, if they matter; Declined if no attention backend
+    has its cache."""
     said = []
-    if settings.kv_cache_dtype == "auto" != model.cache:
-        settings.kv_cache_dtype = model.cache
-        said.append(f"KV cache in {model.cache}, by the checkpoint")
-        if not _backends(settings, cut, model.architecture):
-            detail = (
-                f"the checkpoint's {model.cache}, which no attention backend of an MLA layer has"
-            )
-            raise Declined("kv-cache-dtype", detail)
+    if settings.cache != settings.kv_cache_dtype:
+        said.append(f"KV cache in {settings.cache}, by the checkpoint")
+        if not backends:
+            detail = "which no attention backend of an MLA layer has"
+            raise Declined("kv-cache-dtype", f"the checkpoint's {settings.cache}, {detail}")
     if cut.quantization:
         method = cli.short(str(cut.quantization.get("quant_method", "a type of its own")), 20)
         said.append(f"weights in {method}, of which vLLM unpacks W_UK and W_UV for the fused op")
-    heads = model.config["num_attention_heads"]
-    large = sizes.too_large(cut.weights, heads, settings.tensor_parallel_size)
-    if large and not cut.draft:  # whose config tells the sizes of its target
-        said.append(large)
+    if cut.large:
+        said.append(cut.large)
     return [f"  checkpoint: {'; '.join(said)}"] if said else []
 
 
-def _cut(model: model_config.Model, settings: Settings) -> model_config.Cut:
-    """The model that an engine compiles; a draft head asks for a draft token at least."""
-    architecture = model.architecture
-    if not model_classes.is_known(architecture):
-        raise UserError(
-            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
-            f"and {architecture} is none"
-        )
-    cut = model_config.cut(model, settings.layers, settings.tensor_parallel_size)
-    if cut.draft:
-        settings.speculative_tokens = max(settings.speculative_tokens, 1)
-    elif model_classes.is_draft_head(architecture):
-        raise UserError(
-            f"{architecture} is a draft head, which vLLM runs beside its target: give the target's "
-            "config"
-        )
-    return cut
+def _known_trouble(cache: str) -> list[str]:
+    """A line for each known trouble of the installed Triton with an fp8 cache."""
+    triton = version_of("triton")
+    return [
+        f"  on {each['arch']} with the Triton that is installed here, {triton}: {each['text']}"
+        for each in ISSUES
+        if cache.startswith("fp8") and is_before(triton, each["triton before"])
+    ]
 
 
 def _refuse(settings: Settings) -> None:
@@ -169,7 +137,7 @@ def _prepare(settings: Settings) -> None:
     if settings.dump:
         cli.require("depyf", purpose="--dump")
         cli.make_folder(settings.dump, "--dump")
-    if (name := settings.kv_cache_dtype) not in (*_CPU_CACHES, "fp8"):
+    if (name := settings.cache) not in (*_CPU_CACHES, "fp8"):
         from vllm.config.cache import CacheDType
 
         if name not in (known := get_args(CacheDType)):
@@ -182,18 +150,17 @@ def _cpu_lacks(settings: Settings, cut: model_config.Cut) -> str:
         return "cannot verify drafts"
     if cut.head_size != _CPU_HEAD_SIZE:
         return f"takes a head size of {_CPU_HEAD_SIZE} (latent + rope), not {cut.head_size}"
-    cache = settings.kv_cache_dtype
-    return "" if cache in _CPU_CACHES else f"takes no {cache} cache"
+    return "" if settings.cache in _CPU_CACHES else f"takes no {settings.cache} cache"
 
 
-def _backends(settings: Settings, cut: model_config.Cut, architecture: str) -> dict[str, list[str]]:
+def _backends(
+    settings: Settings, cut: model_config.Cut, offered: dict[str, list[model_classes.Backend]]
+) -> dict[str, list[str]]:
     """For each platform, the attention backends for which the engine's answer holds."""
-    compiled = model_classes.where_compiled(architecture)
     heads = cut.config["num_attention_heads"] * settings.decode_context_parallel_size
     found = {
-        platform: model_classes.backends(platform, heads, cut.head_size, settings.kv_cache_dtype)
-        for platform in model_classes.PLATFORMS
-        if compiled is None or platform in compiled
+        platform: [x.name for x in backends if x.takes(heads, cut.head_size, settings.cache)]
+        for platform, backends in offered.items()
     }
     # AITER's decode is for AMD GPUs, and the portable one is not for vLLM's backends with AITER's.
     amd = found.get("amd", [])
@@ -207,16 +174,16 @@ def _backends(settings: Settings, cut: model_config.Cut, architecture: str) -> d
 def _ask_engine(settings: Settings, cut: model_config.Cut, run_it: bool) -> child.Outcome:
     """The report of an engine with the cut model and the flag on."""
     with tempfile.TemporaryDirectory(prefix="mla-fusion-check-") as folder:
-        work = Path(folder)
+        job = _job(settings, cut, Path(folder), run_it)
         try:
-            outcome = child.run(_job(settings, cut, work, run_it), progress=sys.stderr)
+            outcome = child.run(job, progress=sys.stderr)
         except child.EngineError as error:
             log = cli.mend_vllm(error.why) or "--dump DIR keeps the engine's log there"
             if settings.dump and error.log.exists():
                 log = f"What led to it: {shutil.copy(error.log, settings.dump)}"
             raise UserError(f"vLLM cannot run the cut model: {error.why}. {log}") from None
         if settings.dump and outcome.report:
-            _copy_dump(work / "depyf", settings.dump, outcome.report)
+            _copy_dump(Path(folder, "depyf"), settings.dump, outcome.report)
     return outcome
 
 
@@ -230,7 +197,7 @@ def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) ->
     if settings.dump:
         engine["compilation_config"]["debug_dump_path"] = str(work / "depyf")
     engine |= {"model": str(model), "load_format": "dummy", "max_num_seqs": settings.requests}
-    engine["kv_cache_dtype"] = settings.kv_cache_dtype
+    engine["kv_cache_dtype"] = settings.cache
     engine["num_gpu_blocks_override"] = 256  # 4,096 tokens, in place of a GiB of them
     # Above the bucket, so that a prefill graph is compiled too.
     engine["max_num_batched_tokens"] = max(2048, 2 * settings.bucket)
@@ -241,14 +208,6 @@ def _job(settings: Settings, cut: model_config.Cut, work: Path, run_it: bool) ->
         str(work), str(work / "cache"), engine=engine, temporary=True,
         prompts=_PROMPTS if run_it else [], new_tokens=_NEW_TOKENS,
     )  # fmt: skip
-
-
-def _reasons(stored: report.Report | None, warnings: list[str]) -> list[Decline]:
-    """The declines of the report, or the one of the warning that switched the flag off."""
-    if stored:
-        uncompiled = [Decline("no-graph")] if stored.uncompiled else []
-        return [*report.counted(stored.decode().declined, uncompiled)]
-    return [found for text in warnings if (found := recognize(text))]
 
 
 def _copy_dump(of_depyf: Path, folder: Path, stored: report.Report) -> None:

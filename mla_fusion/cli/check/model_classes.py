@@ -8,14 +8,16 @@ would be a wrong answer about every model.
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mla_fusion.cli import UserError
+from mla_fusion.cli.check.model_config import Model
 from mla_fusion.config import vllm_compat
-from mla_fusion.config.eligibility import why_sparse
-from mla_fusion.report.reasons import Decline
+from mla_fusion.config.eligibility import why_not_here, why_sparse
+from mla_fusion.report.reasons import Decline, Declined
 
 PLATFORMS = {"nvidia": "cuda.py", "amd": "rocm.py"}  # and their files in vLLM/platforms
 _FOLDER = "v1/attention/backends"
@@ -33,19 +35,58 @@ _MAY_BUILD_MLA = {
 }
 
 
+@dataclass(frozen=True)
+class Backend:
+    """An MLA attention backend of vLLM. An empty tuple of numbers stands for any."""
+
+    name: str
+    heads: tuple[int, ...]  # query heads of a rank that it does not pad [padded-heads]
+    head_sizes: tuple[int, ...]  # kv_lora_rank + qk_rope_head_dim
+    caches: tuple[str, ...]  # types of --kv-cache-dtype
+
+    def takes(self, heads: int, head_size: int, cache: str) -> bool:
+        """True if it takes what the fused op writes, without padding."""
+        fits = heads in (self.heads or (heads,)) and head_size in (self.head_sizes or (head_size,))
+        return fits and cache in self.caches
+
+
+def look_up(model: Model) -> dict[str, list[Backend]]:
+    """The backends on each of `PLATFORMS` on which vLLM may compile the model's class. Raises
+    Declined as `decide`, and a UserError if no engine can have the model."""
+    name, compiled = model.architecture, where_compiled(model.architecture)
+    if "auto_map" not in model.config and not any(map(knows_type, model.kinds)):
+        raise UserError(
+            f"{model.path}: neither this vLLM nor Transformers knows the model type "
+            f"{model.config['model_type']!r}, and no auto_map names its code"
+        )
+    if decline := decide(model.config, name):
+        raise Declined(decline.code, decline.detail)
+    if not is_known(name):
+        raise UserError(
+            f'{model.path}: "architectures" has to name a class of this vLLM or of Transformers, '
+            f"and {name} is none"
+        )
+    if is_draft_head(name) and not model.facts.target:
+        raise UserError(
+            f"{name} is a draft head, which vLLM runs beside its target: give the target's config"
+        )
+    return {at: backends(at) for at in PLATFORMS if compiled is None or at in compiled}
+
+
 def decide(model: dict[str, Any], architecture: str) -> Decline | None:
-    """Why no layer of a `Model` can fuse; None if only an engine can say."""
+    """Why no layer of a `Model` can fuse here; None if only an engine can say."""
     # DeepSeek-V4's latent is compressed along the sequence and goes by another key.
     keys = ("kv_lora_rank", "qk_rope_head_dim", "compress_ratios")
     if all(model.get(key) is None for key in keys):
         return Decline("no-mla", architecture)
     if not may_build_mla(architecture):
         return Decline("no-mla", f"vLLM builds no MLA layer in {architecture}")
-    # Before the class: this reason holds on every platform and in every release.
-    if decline := why_sparse(architecture, model.get("index_topk")):
+    compiled, listed = where_compiled(architecture), architecture in breakable(_folder("vllm"))
+    # Before the class: an environment rules out all models, and a sparse attention is declined on
+    # every platform and in every release.
+    if decline := why_not_here() or why_sparse(architecture, model.get("index_topk")):
         return decline
-    compiled = where_compiled(architecture)
-    if architecture in breakable(_folder("vllm")):
+    if listed:
         graph = " has no other graph" if compiled == frozenset() else ", by vLLM's own choice"
         return Decline("breakable-cudagraph", architecture + graph)
     return Decline("no-graph", architecture) if compiled == frozenset() else None
@@ -156,28 +197,24 @@ def _registry() -> dict[str, str]:
     return dict(reversed(_find(pattern, _file("registry"), "table of architectures")))
 
 
-def backends(platform: str, heads: int, head_size: int, cache: str) -> list[str]:
-    """The MLA attention backends of one of `PLATFORMS` that take what the fused op writes, sorted:
-    none that pads the query heads of a rank [padded-heads]. head_size: kv_lora_rank +
-    qk_rope_head_dim; cache: as --kv-cache-dtype."""
+def backends(platform: str) -> list[Backend]:
+    """The MLA attention backends that vLLM chooses from on one of `PLATFORMS`, by name."""
     registry = _folder("vllm") / _FOLDER / "registry.py"
     paths = dict(_find(r'^    (\w+) = \(?\s*"vllm\.([\w.]+)"', registry, "table of backends"))
     chosen_from = _folder("vllm") / "platforms" / PLATFORMS[platform]
     names = {*_find(r"AttentionBackendEnum\.(\w*MLA)\b", chosen_from, "MLA attention backend")}
-    where = {name: paths.get(name) or _fail(registry, name) for name in sorted(names)}
-    return [name for name, path in where.items() if _takes(path, heads, head_size, cache)]
+    return [_backend(name, paths.get(name) or _fail(registry, name)) for name in sorted(names)]
 
 
-def _takes(path: str, heads: int, head_size: int, cache: str) -> bool:
+def _backend(name: str, path: str) -> Backend:
     *folders, module, backend = path.split(".")
     file = _folder("vllm").joinpath(*folders, f"{module}.py")
     [text] = _find(rf".*^class {backend}\b.*", file, f"class {backend}")
     named = re.search(r"q_pad_num_heads=(\w+)", text)
-    padded = _find(rf"^{named[1]} = (\d+)$", file, f"value of {named[1]}") if named else []
-    known = re.findall(r"\d+", _inherited(backend, _HEAD_SIZES, file))
-    caches = _inherited(backend, _CACHES, file)
-    fits = (not padded or str(heads) in padded) and (not known or str(head_size) in known)
-    return fits and f'"{cache}"' in caches
+    heads = _find(rf"^{named[1]} = (\d+)$", file, f"value of {named[1]}") if named else []
+    sizes = re.findall(r"\d+", _inherited(backend, _HEAD_SIZES, file))
+    caches = re.findall(r'"(\w+)"', _inherited(backend, _CACHES, file))
+    return Backend(name, tuple(map(int, heads)), tuple(map(int, sizes)), tuple(caches))
 
 
 def _inherited(name: str, member: str, file: Path) -> str:

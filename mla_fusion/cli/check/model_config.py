@@ -66,6 +66,11 @@ class Model:
     kinds: tuple[str, ...]  # model types of whole and part: vLLM may know the whole's alone
     cache: str = "auto"  # the type of the KV cache that vLLM takes from the checkpoint
 
+    @property
+    def facts(self) -> models.Facts:
+        """The facts of the class that vLLM's config does not give."""
+        return models.facts(self.architecture)
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -76,7 +81,7 @@ class Cut:
     draft: bool  # whether it is a draft head: `config` is then that of a target with this head
     changed: str  # a line on what was changed
     quantization: Mapping[str, Any]  # the model's quantization_config, which the cut model lacks
-    weights: float  # an estimate of the bytes of the whole model's
+    large: str  # a line if the weights of the whole are too large for the ranks; else empty
 
 
 def read(model: Path) -> Model:
@@ -182,8 +187,9 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     all_layers, heads = whole[layer_key], whole["num_attention_heads"]
     if heads % ranks:
         raise UserError(f"--tensor-parallel-size {ranks} does not divide {heads} attention heads")
-    target = models.facts(model.architecture).target  # vLLM runs a draft head beside one
+    target = model.facts.target  # vLLM runs a draft head beside one
     draft = bool(target)
+    needs_experts = models.facts(target[1] if draft else whole["model_type"]).needs_experts
     layers = 1 if draft else min(layers, all_layers)
     small = {key: value for key, value in whole.items() if key not in _DROPPED}
     small[layer_key] = layers
@@ -198,11 +204,12 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     small["hidden_size"] = -(-small["hidden_size"] // step) * step
     if why := sizes.refusal(whole, small):
         raise UserError(f"{model.path}: {why}")
+    # The config of a draft head tells the sizes of its target.
+    large = "" if draft else sizes.too_large(whole, layer_key, ranks)
     if draft:
         name, small["model_type"] = target
         small |= {"architectures": [name], "num_nextn_predict_layers": 1}
     has_experts = whole.keys() & {"n_routed_experts", "num_experts", "first_k_dense_replace"}
-    needs_experts = models.facts(small["model_type"]).needs_experts
     if has_experts:
         # No experts, not even in the draft head: attention does not read them.
         small["first_k_dense_replace"] = layers - 1 if needs_experts else layers + draft
@@ -224,5 +231,4 @@ def cut(model: Model, layers: int, ranks: int) -> Cut:
     ]
     head_size = whole["kv_lora_rank"] + whole["qk_rope_head_dim"]
     quantization = whole.get("quantization_config") or {}
-    total = sizes.weights(whole, layer_key)
-    return Cut(small, head_size, draft, ", ".join(notes), quantization, total)
+    return Cut(small, head_size, draft, ", ".join(notes), quantization, large)

@@ -37,11 +37,11 @@ def _of_aiter(settings: Settings, cut: Cut) -> list[str]:
     heads, query_len = cut.config["num_attention_heads"], 1 + settings.speculative_tokens
     said, taken = {}, False
     for arch, fp8 in selection.FP8_OF.items():
-        dtype = fp8 if settings.kv_cache_dtype.startswith("fp8") else torch.bfloat16
+        dtype = fp8 if settings.cache.startswith("fp8") else torch.bfloat16
+        _, slow = selection.slow_steps(heads, query_len, dtype, settings.requests, arch)
         verdict = selection.aiter_verdict_up_to(heads, query_len, dtype, dtype, arch)
         layout, taken = verdict.layout, taken or not verdict.unsupported
         said[arch] = verdict.unsupported or f"{heads} heads as {layout.fold} x {layout.per_work}"
-        _, slow = selection.slow_steps(heads, query_len, dtype, settings.requests, arch)
         said[arch] += f"; vLLM's backend for {slow}" if slow else ""
     if not taken:
         raise Declined("aiter-attention", f"{heads} heads, {'; '.join(said.values())}")
@@ -49,7 +49,7 @@ def _of_aiter(settings: Settings, cut: Cut) -> list[str]:
 
 
 def _of_triton(settings: Settings, cut: Cut) -> list[str]:
-    fp8 = settings.kv_cache_dtype.startswith("fp8")
+    fp8 = settings.cache.startswith("fp8")
     stored = torch.float8_e4m3fn if fp8 else torch.bfloat16
     latent, rope = cut.config["kv_lora_rank"], cut.config["qk_rope_head_dim"]
     if why := triton.unsupported(torch.bfloat16, stored, latent, rope):

@@ -83,8 +83,9 @@ def _bits(quantization: Mapping[str, Any]) -> int:
     return 8 if quantization else 16
 
 
-def too_large(total: float, heads: int, ranks: int) -> str:
+def too_large(config: Mapping[str, Any], layer_key: str, ranks: int) -> str:
     """A line for a model whose weights no single GPU of today holds on each of `ranks`."""
+    total, heads = weights(config, layer_key), config["num_attention_heads"]
     if total / ranks <= _LARGEST_GPU:
         return ""
     fit = (n for n in range(ranks + 1, heads + 1) if heads % n == 0 and total / n < _LARGEST_GPU)

@@ -21,12 +21,11 @@ from mla_fusion.attention.card import NEWEST_TRITON
 from mla_fusion.cli import INSTALL_VLLM, mend_vllm, short
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.kernels import aiter
-from mla_fusion.measure.versions import version_of
+from mla_fusion.kernels.card import serving as serving_on
+from mla_fusion.measure.records import version_of
 from mla_fusion.runtime import measured
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "mla_fusion"
-# The providers that serve on each platform; `reference` is plain torch, no faster than vLLM.
-_SERVING = {"rocm": ("aiter", "triton"), "cuda": ("triton",), "cpu": ("reference",)}
 # Known trouble as of September 2026. A row has the conditions that `probe` sees (all must hold, an
 # empty one always does), the public threads, and the trouble with its remedy, which names the
 # settings that it cannot see (a model, a flag of vLLM).
@@ -153,7 +152,7 @@ def examine() -> dict[str, Any]:
     trouble."""
     found = probe()
     vllm, error, providers = found["vllm"], found["vllm_error"], found["providers"]
-    names = _SERVING[found["platform"]]
+    names = serving_on(found["platform"])
     serving = [name for name in names if not providers[name]]
     problems = []
     if error:

@@ -5,7 +5,6 @@ user's name are left out, as far as a program can tell them from other words."""
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,4 @@ def _reports(redact: Redactor) -> list[Any]:
 def _selftest(redact: Redactor) -> Any:
     from mla_fusion.cli.selftest import command as selftest
 
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "selftest.json")
-        selftest.run(argparse.Namespace(json=rows, thorough=False))
-        return each_text(json.loads(rows.read_bytes()), redact, str)
+    return each_text(selftest.examine(thorough=False), redact, str)

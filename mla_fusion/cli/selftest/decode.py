@@ -140,11 +140,10 @@ class Bench(outcome.Bench):
         if self.card is None:
             provider.persistent_mla_decode(given)
             return
-        provider.check(given.q, given.kv_cache, self.shape.latent)
+        provider.check_types(given.q, given.kv_cache, self.shape.latent)
         if why := self.card.why_not(given):
-            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why}")
-        grid, args, options = self.card.module.arguments(given)
-        self.card.module.kernel[grid](*args, **options)
+            raise ValueError(f"{self.card.name} does not take {self.shape.name}: {why.detail}")
+        self.card.module.launch_of(given).start()
         provider.merge(given)
         self.plan.fresh = False
 

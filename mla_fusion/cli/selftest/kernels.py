@@ -17,11 +17,12 @@ from typing import TextIO
 
 import torch
 
-from mla_fusion import gpu
+from mla_fusion import gpu, kernels
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Card, Shape
 from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, planner, region, sparse
+from mla_fusion.kernels.card import Card as RegionCard
 from mla_fusion.measure.outcome import CannotRun, Outcome
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
@@ -43,7 +44,9 @@ def checks() -> dict[str, Check]:
     """Every check by its name, in order."""
     found: dict[str, Check] = {"planner": planner.check_all}
     for kind in ("bf16", "fp8"):
-        found |= {f"region {kind}": partial(_region, kind), **decodes(cards.CARDS, kind)}
+        found |= {f"{x.row} {kind}": partial(_region, x, kind)
+                  for x in kernels.PROVIDERS.values() if x.shapes}  # fmt: skip
+        found |= decodes(cards.CARDS, kind)
     caches = "bf16", "fp8", "656 bytes", "584 bytes"
     return found | {"epilogue": _epilogue, **{f"sparse {x}": partial(_sparse, x) for x in caches}}
 
@@ -53,13 +56,16 @@ def decodes(of: Iterable[Card], kind: str) -> dict[str, Check]:
     return {f"decode {x.name} {kind}": partial(_decode, x, kind) for x in of if x.shapes}
 
 
-def _region(kind: str, thorough: bool) -> Iterator[Outcome]:
-    return region.check(region.cases(_type_of(kind), thorough))
+def _region(card: RegionCard, kind: str, thorough: bool) -> Iterator[Outcome]:
+    calls = region.cases(card, _type_of(kind), thorough)
+    if why := kernels.why_unavailable(card.name):
+        raise CannotRun(why)
+    return region.check(kernels.get_provider(card.name), calls)
 
 
 def _decode(card: Card, kind: str, thorough: bool) -> Iterator[Outcome]:
     if why := card.why_not_on(gpu.of("cuda")):
-        raise CannotRun(why)
+        raise CannotRun(why.detail)
     kv, chosen = _type_of(kind), card.shapes + (card.thorough if thorough else ())
     cases = [dataclasses.replace(shape, kv=kv, q=kv) for shape in chosen]
     if kind == "fp8" and card.widens:
@@ -76,7 +82,7 @@ def _epilogue(thorough: bool) -> Iterator[Outcome]:
 
 def _sparse(cache: str, thorough: bool) -> Iterator[Outcome]:
     if why := cards.why_no_sparse(gpu.of("cuda")):
-        raise CannotRun(why)
+        raise CannotRun(why.detail)
     fp8 = gpu.fp8_type() if cache == "bf16" else _type_of("fp8")
     return sparse.check(sparse.variants(cache, fp8), steps=40 if thorough else 4)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from mla_fusion import gpu
 from mla_fusion.kernels import get_provider
-from mla_fusion.kernels import triton as provider
+from mla_fusion.kernels.card import Card
 from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.measure.distances import POISON, agreement, steps, storage
 from mla_fusion.measure.outcome import Outcome, different_bytes
@@ -21,15 +22,13 @@ HUGE = 2**32 + 2**28  # bytes of a cache
 NEEDED = 6 * HUGE  # that must be free: the inputs, three results and the comparison
 
 
-def cases(kind: torch.dtype, thorough: bool) -> dict[str, Case]:
-    """Hostile calls by name. kind: of query and cache; BF16: both of the activation type."""
+def cases(card: Card, kind: torch.dtype, thorough: bool) -> dict[str, Case]:
+    """Hostile calls by name, of layers that the provider takes. kind: of query and cache; BF16:
+    both of the activation type."""
     real = Case(nope=128, rope=64, latent=512, block_size=64, heads=16, kv=kind, query=kind)
-    shapes = [(1, 16), (17, 16), (64, 128), (256, 8)]
-    if thorough:
-        shapes += [(1, 128), (3, 16), (16, 32), (33, 64), (128, 128), (512, 16), (1000, 16)]
     found = {
         f"{n} tokens, {heads} heads": dataclasses.replace(real, tokens=n, heads=heads, seed=n)
-        for n, heads in shapes
+        for n, heads in card.shapes + (card.thorough if thorough else ())
     }
     many = dataclasses.replace(real, tokens=40, padded=tuple(range(0, 40, 3)))
     options: dict[str, dict[str, Any]] = {
@@ -50,24 +49,26 @@ def cases(kind: torch.dtype, thorough: bool) -> dict[str, Case]:
             "320 latents": {"rope": 96, "latent": 320},
             "one tile of tokens": {"tokens": 128, "block_size": 128},
         }
-    return found | {name: dataclasses.replace(many, **each) for name, each in options.items()}
+    found |= {name: dataclasses.replace(many, **each) for name, each in options.items()}
+    here = gpu.of("cuda")
+    return {name: x for name, x in found.items() if not card.why_not(x.widths, x.kv, here)}
 
 
-def check(calls: Mapping[str, Case], device: str = "cuda") -> Iterator[Outcome]:
-    """Each call twice, bit by bit; then those that a GPU alone can run."""
+def check(provider: Any, calls: Mapping[str, Case], device: str = "cuda") -> Iterator[Outcome]:
+    """Each call of a provider's module twice, bit by bit; then those that a GPU alone can run."""
     for name, case in calls.items():
-        yield against(name, build(case, device))
+        yield against(provider, name, build(case, device))
     if device == "cpu":
         return
     first = next(iter(calls.values()))
     if torch.cuda.mem_get_info()[0] >= NEEDED:
         large = dataclasses.replace(first, tokens=40, least=HUGE)
-        yield against("a cache of 2^32 bytes", build(large, device))
+        yield against(provider, "a cache of 2^32 bytes", build(large, device))
     for tokens in (1, 256):
-        yield from replayed(dataclasses.replace(first, tokens=tokens, padded=()))
+        yield from replayed(provider, dataclasses.replace(first, tokens=tokens, padded=()))
 
 
-def against(name: str, given: Inputs) -> Outcome:
+def against(provider: Any, name: str, given: Inputs) -> Outcome:
     """One call against the specification; error: elements and bytes that are wrong."""
     want = run(reference, given, product=absorb)
     got, cache = run(provider, given)
@@ -84,7 +85,7 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
     return out.to(q_nope.dtype)
 
 
-def replayed(case: Case) -> Iterator[Outcome]:
+def replayed(provider: Any, case: Case) -> Iterator[Outcome]:
     """A captured launch, replayed with other inputs in place."""
     given = build(case, "cuda")
     raw = storage(given.kv_cache)
