@@ -123,7 +123,8 @@ class LastStep(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run pass 5, contained, then vLLM's step, whose error is raised unchanged."""
-        contained(graph, get_pass_context().compile_range, _fix)
+        if any(functionalized_op(node) in OWN for node in graph.nodes):
+            contained(graph, get_pass_context().compile_range, _fix)
         if self.rest is None:
             return
         # vLLM's step never meets an op of pass 5 that stayed functional, for instance after an
