@@ -5,6 +5,7 @@ The kernel, `triton_kernels.py`, is imported on first use: this module can be wh
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES, next_power_of_two
 from mla_fusion.kernels.card import TRITON, Widths, triton_widths
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.kernels.threads import side_by_side
 
 
 def require() -> None:
@@ -204,9 +206,8 @@ def warmup(
     plans: dict[Plan, int] = {}  # and the fewest tokens that use it
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(dispatch.choose(tokens, *layer), tokens)
-    for done, (plan, tokens) in enumerate(plans.items(), start=1):
-        of = f"{done} of {len(plans)} ({heads} heads, from {tokens} tokens)"
-        progress(f"mla-fusion: compiling Triton configuration {of}")
-        fused_mla_decode_prep(batch(tokens), plan)
+    progress(f"mla-fusion: compiling {len(plans)} Triton configurations ({heads} heads)")
+    works = (partial(fused_mla_decode_prep, batch(n), plan) for plan, n in plans.items())
+    side_by_side(works, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -3,12 +3,16 @@
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mla_fusion import report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
+from mla_fusion.kernels.threads import side_by_side
 from mla_fusion.runtime import decode_choice, layer_state
 from mla_fusion.runtime.engine import Engine
 
@@ -17,10 +21,16 @@ def prepare(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, boo
     """Compile the kernels of this engine on every rank, and return what `collect` does."""
     made, cached = collect(engine, vllm_config)
     with on_every_rank():
-        runtime.warm_up_attention(engine.layers, made.quantizations() if made else ())
+        quantizations = made.quantizations() if made else ()
+        works = [partial(runtime.warm_up_attention, engine.layers, quantizations)]
         if made is not None:
-            for compiled in made.ranges:
-                runtime.warm_up(engine.layers, compiled.variants, made.provider, made.bucket)
+            given = (made.provider, made.bucket)
+            works += (
+                partial(runtime.warm_up, engine.layers, each.variants, *given)
+                for each in made.ranges
+            )
+        devices = (layer._k_scale.device for layer in engine.layers.values())
+        side_by_side(works, next(devices, torch.device("cpu")))
     return made, cached
 
 
