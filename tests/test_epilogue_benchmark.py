@@ -19,8 +19,8 @@ LATENTS = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)).bflo
 
 @pytest.fixture
 def one_layer(monkeypatch):
-    """A step of two tokens whose latents are there, on a CPU. Ours takes 2 us, vLLM's 1, or 3 behind
-    a decode, which takes 1."""
+    """A step of two tokens whose latents are there, on a CPU: ours takes 2 us, vLLM's 1 us, and
+    3 us behind a decode of 1 us."""
     plan = SimpleNamespace(reduce_indptr=torch.tensor([0, 3, 6]), fresh=True)
     w_uv = torch.randn(1, 16, 128).bfloat16()
     epilogue = Epilogue(w_uv, torch.empty(2, 128).to(bench_epilogue.FP8), torch.empty(2, 1))
