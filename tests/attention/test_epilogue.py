@@ -147,6 +147,15 @@ from mla_fusion.attention.hopper import cards  # noqa: E402
 from mla_fusion.attention.triton import reduce_kernel  # noqa: E402
 
 
+@pytest.mark.parametrize(
+    ("heads", "most", "batches"),
+    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17, 33]), (128, 16, [1, 2, 5])],
+)
+def test_a_warm_up_without_an_epilogue_runs_every_reduction(heads, most, batches):
+    plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
+    assert provider.warm_up_batches(plan, None) == batches
+
+
 @pytest.mark.parametrize(("heads", "most"), [(64, 40), (20, 80)])
 def test_a_warm_up_runs_every_launch(heads, most):
     """Each that a step of up to 3 query rows a sequence makes, each reduction and product."""

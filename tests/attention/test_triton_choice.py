@@ -22,6 +22,7 @@ from tests.gpus import imitate
 
 # Kernel, query rows and warps of a program.
 SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
+PORTABLE = "triton.decode_kernel", 16, 4
 FEW, MANY = "hopper.sparse_fp8", "hopper.sparse_specialized"
 DRAFTS = {"max_query_len": 4}
 
@@ -81,13 +82,25 @@ def sparse(given):
         ((8, 40, 576), {"max_query_len": 2}, STEP),
         # No rows to describe to the copy engine.
         ((0, 64, 576), {}, STEP),
+        # An MI300X: the kernel for CDNA does not take all types and widths.
+        ((8, 16, 576), {"arch": "gfx942", "dtype": FN}, ("cdna.decode", 16, 4, 3)),
+        ((8, 16, 576), {"arch": "gfx942"}, ("cdna.decode", 16, 4, 2)),
+        ((8, 16, 576), {"arch": "gfx942", "dtype": FN, "page": 1}, ("cdna.decode", 16, 4, 2)),
+        ((8, 128, 576), {"arch": "gfx942"}, ("cdna.decode", 32, 4, 1)),
+        ((8, 128, 576), {"arch": "gfx942", "dtype": FN}, ("cdna.decode", 32, 4, 2)),
+        ((8, 16, 576), {"arch": "gfx942", "dtype": FP16}, PORTABLE),
+        ((8, 16, 544), {"arch": "gfx942"}, PORTABLE),
     ],
 )  # fmt: skip
-def test_the_kernel_of_a_decode(q, options, wanted):
+def test_the_kernel_of_a_decode(monkeypatch, q, options, wanted):
+    options = dict(options)
+    imitate(monkeypatch, options.pop("arch", "sm_90"))
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted is STEP:
         assert hopper_cards.warp_specialized(given).detail.startswith(("it copies", "it takes"))
+    if wanted is PORTABLE:
+        assert cdna_cards.decode(given).detail.startswith(("it takes", "it multiplies"))
 
 
 def test_other_scales_types_and_strides():
@@ -152,26 +165,6 @@ def test_another_gpu(monkeypatch, arch):
 def cdna(monkeypatch):
     """An MI300X, as far as the choice asks."""
     imitate(monkeypatch, "gfx942")
-
-
-@pytest.mark.parametrize(
-    ("q", "options", "wanted"),
-    [
-        ((8, 16, 576), {"dtype": FN}, ("cdna.decode", 16, 4, 3)),
-        ((8, 16, 576), {}, ("cdna.decode", 16, 4, 2)),
-        ((8, 16, 576), {"dtype": FN, "page": 1}, ("cdna.decode", 16, 4, 2)),
-        ((8, 128, 576), {}, ("cdna.decode", 32, 4, 1)),
-        ((8, 128, 576), {"dtype": FN}, ("cdna.decode", 32, 4, 2)),
-        # Types, widths and strides that it does not take.
-        ((8, 16, 576), {"dtype": FP16}, ("triton.decode_kernel", 16, 4)),
-        ((8, 16, 544), {}, ("triton.decode_kernel", 16, 4)),
-    ],
-)  # fmt: skip
-def test_the_kernel_for_cdna(cdna, q, options, wanted):
-    given = inputs(q, **options)
-    assert chosen(given) == wanted
-    if wanted[0] != "cdna.decode":
-        assert cdna_cards.decode(given).detail.startswith(("it takes", "it multiplies"))
 
 
 def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
