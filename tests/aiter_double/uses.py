@@ -12,9 +12,8 @@ import torch
 from mla_fusion import attention as persistent
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
 from tests import gpus
-from tests.aiter_double.calls import ENTRY
 from tests.aiter_double.versions import DECODE, INFO, PLANNER, number
-from tests.attention.decodes import definition
+from tests.attention.decodes import arguments, definition
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Spoil = Callable[[PersistentDecodePlan], None]
@@ -66,14 +65,12 @@ def found(double, monkeypatch):
 
 def run(use, double):
     """The adapter's output [T, H, 512], and that of the definition."""
-    g = torch.Generator().manual_seed(5)
-    fields = {
-        "max_batch": 3, "max_query_len": 2, "num_heads": 16, "q_dtype": double.arch.fp8,
-        "kv_dtype": double.arch.fp8, "device": "cpu", "planner": "aiter",
-    }  # fmt: skip
-    plan = PersistentDecodePlan.allocate(**{**fields, **use.allocate})
-    settings, batch, longest = plan.settings, len(use.lengths), max(use.lengths)
-    rows = use.rows or (settings.max_query_len,) * batch
+    fields = {"max_batch": 3, "max_query_len": 2, "num_heads": 16, "planner": "aiter"}
+    fields |= dict.fromkeys(("q_dtype", "kv_dtype"), double.arch.fp8) | use.allocate
+    rows = use.rows or (fields["max_query_len"],) * len(use.lengths)
+    given = arguments(rows, use.lengths, use.page, 512, 64, **fields)
+    plan = given["plan"]
+    double.forget(PLANNER)  # the refresh below is the one that is watched
     step = {
         "qo_indptr": torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32),
         "seq_lens": torch.tensor(use.lengths, dtype=torch.int32),
@@ -86,17 +83,8 @@ def run(use, double):
     if use.overwrite:
         step["qo_indptr"].zero_()
         step["seq_lens"].fill_(1)
-    heads, columns = settings.num_heads, -(-longest // use.page)
-    table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
-    cache = torch.randn((batch * columns, use.page, ENTRY), generator=g)
-    given = {
-        "q": torch.randn((sum(rows), heads, ENTRY), generator=g).to(settings.q_dtype),
-        "kv_cache": cache.to(settings.kv_dtype), "block_table": table.flip(1).contiguous(),
-        "softmax_scale": 0.05, "q_scale": torch.tensor([0.5]), "kv_scale": torch.tensor([0.25]),
-        "return_lse": use.return_lse, "plan": plan,
-    }  # fmt: skip
     given |= use.decode(given)
-    out, _ = persistent_mla_decode(**given)
+    out, _ = persistent_mla_decode(**given, return_lse=use.return_lse)
     return out, definition(given, rows, use.lengths)[0]
 
 

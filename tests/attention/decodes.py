@@ -49,7 +49,7 @@ def arguments(query_lens, seq_lens, page=16, v_head_dim=64, rope=16, **options):
     g = torch.Generator().manual_seed(len(query_lens) + page)
     batch, width = len(seq_lens), v_head_dim + rope
     fields = {"max_batch": batch + 1, "max_query_len": max(1, *query_lens)}
-    plan = plan_for(**fields, v_head_dim=v_head_dim, **options)
+    plan = plan_for(v_head_dim=v_head_dim, **fields | options)
     refresh(plan, query_lens, seq_lens)
     for partial in (plan.partial_output, plan.partial_lse):
         partial.fill_(torch.nan)
