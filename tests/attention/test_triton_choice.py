@@ -161,26 +161,12 @@ def test_another_gpu(monkeypatch, arch):
     assert settings["ctas"] == (10 if arch == "gfx90a" else 20)
 
 
-@pytest.fixture
-def cdna(monkeypatch):
-    """An MI300X, as far as the choice asks."""
+def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(monkeypatch):
     imitate(monkeypatch, "gfx942")
-
-
-def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
     given = inputs((8, 16, 576))
     assert chosen(sparse(given))[0] == "triton.decode_kernel"
     apart = torch.empty(8, 16, 580, dtype=BF16, device="meta")[..., :576]
     assert chosen(dataclasses.replace(given, q=apart))[0] == "triton.decode_kernel"
-
-
-@pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "ctas"),
-    [(16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5), (8, 3, FN, 20)],
-)
-def test_plans_for_cdna(cdna, heads, rows, dtype, ctas):
-    """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
-    assert choice.plan_settings(heads, rows, dtype, 576, "cuda")["ctas"] == ctas
 
 
 @pytest.mark.parametrize(
@@ -207,6 +193,14 @@ def test_plans_for_hopper(heads, rows, dtype, width, ctas):
     assert (settings["ctas"], settings["overhead"]) == (ctas, 3 if wide_tiles else 4)
     wide = (heads, rows) == (128, 1) and ctas == 5
     assert settings.get("heads_per_work") == (128 if wide else None)
+
+
+def test_plans_for_cdna(monkeypatch):
+    """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
+    imitate(monkeypatch, "gfx942")
+    for *of, ctas in ((16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5),
+                      (8, 3, FN, 20)):  # fmt: skip
+        assert choice.plan_settings(*of, 576, "cuda")["ctas"] == ctas, of
 
 
 def test_plans_for_byte_caches(monkeypatch):
