@@ -123,8 +123,7 @@ class LastStep(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run pass 5, contained, then vLLM's step, whose error is raised unchanged."""
-        if any(functionalized_op(node) in OWN for node in graph.nodes):
-            contained(graph, get_pass_context().compile_range, _fix)
+        contained(graph, get_pass_context().compile_range, _fix)
         if self.rest is None:
             return
         # vLLM's step never meets an op of pass 5 that stayed functional, for instance after an
@@ -137,6 +136,18 @@ class LastStep(InductorPass):
         finally:
             for node, target in kept.items():
                 node.target = target
+
+
+class NoStep(InductorPass):
+    """A step that does nothing, in place of vLLM's last one on a CPU, where that one raises: it
+    names ops for GPUs alone."""
+
+    def uuid(self) -> str:
+        """The same for every graph."""
+        return "mla_fusion-no-step"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Leave the graph as it is."""
 
 
 def _fix(graph: fx.Graph, record: report.RangeReport) -> None:

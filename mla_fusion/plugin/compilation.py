@@ -20,18 +20,18 @@ def add_passes() -> None:
 
     def configure(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
         original(self, vllm_config)
-        on, passes = config.is_on(vllm_config), _has_passes(vllm_config.compilation_config)
-        # On a CPU vLLM's last step, which names CUDA-only ops, raises in vLLM's own graph too.
-        if not (passes or (on and current_platform.is_cpu())):
+        if not config.is_on(vllm_config):
             return
-        from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+        from mla_fusion.passes.pipeline import LastStep, MLAFusionPass, NoStep
 
-        rest = None if current_platform.is_cpu() else self.fix_functionalization
-        self.fix_functionalization = LastStep(rest)
-        if passes:
+        cpu = current_platform.is_cpu()
+        if _has_passes(vllm_config.compilation_config):
             options = config.read_options(vllm_config.additional_config)
             bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
             self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
+            self.fix_functionalization = LastStep(None if cpu else self.fix_functionalization)
+        elif cpu:
+            self.fix_functionalization = NoStep()
 
     wrap(PostGradPassManager, "configure", configure)
 

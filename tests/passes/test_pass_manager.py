@@ -115,8 +115,7 @@ def test_record_of_the_last_step(clock):
     module = build(Spec())
     with pass_context(Range(start=2, end=9)):
         LastStep(seen.append)(module.graph)
-        assert (seen, report._records) == ([module.graph], [])  # none of its ops is in the graph
-        LastStep(None)(build(Spec("cat_fused")).graph)
+    assert seen == [module.graph]
     [record] = report._records
     assert (record.range, record.layers, record.pass_ms) == ((2, 9), 0, 250)
     assert LastStep(None).uuid() == f"mla_fusion-{identity.source_hash()}-"

@@ -22,7 +22,7 @@ class TestWhatItSwitchesOn:
         # A logger of its own: vLLM sets the levels of those below it anew while it starts.
         caplog.set_level(logging.DEBUG, logger="apart")
         monkeypatch.setattr(decision, "logger", logging.getLogger("apart"))
-        made, alone = make(FLAG_ON), make()
+        made, alone = make(FLAG_ON), make(options={})
         for name in ("compile_ranges_endpoints", "use_inductor_graph_partition"):
             asked = [getattr(each.compilation_config, name) for each in (made, alone)]
             assert asked[0] == asked[1]
