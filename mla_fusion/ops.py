@@ -9,9 +9,10 @@
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
     mla_attention_with_group_quantized_output       the same, its output in fp8 for o_proj, with a
     mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
+    end_of_piece                                    marks where a graph is cut; never runs
 
-The last four are what runs. They write into buffers of the graph and return nothing: under
-piecewise CUDA graphs they run between captured pieces, which read fixed addresses.
+The four before the last are what runs. They write into buffers of the graph and return nothing:
+under piecewise CUDA graphs they run between captured pieces, which read fixed addresses.
 
 By `layer_name`, a string or, on some torch versions, an opaque object, an op finds the layer, its
 KV cache and the batch's metadata in vLLM's forward context.
@@ -31,6 +32,7 @@ FUSED = "fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 ATTENTION = "mla_attention_with_prepared_query"
 GROUP_ATTENTION = "mla_attention_with_group_quantized_output"
 TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
+CUT = "end_of_piece"
 
 
 class Rope(StrEnum):
@@ -104,6 +106,7 @@ _SCHEMAS = {
     TENSOR_ATTENTION: (
         f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
     ),
+    CUT: "() -> ()",
 }
 
 _registered: tuple[str, torch.library.Library] | None = None  # kept: its ops go with a library
@@ -127,7 +130,7 @@ def register(layer_name_type: str, bodies: Mapping[str, Callable[..., Any]]) -> 
         # flexible_layout: these ops take any strides, so Inductor inserts no copies for them.
         schema = schema.format(layer_name=layer_name_type)
         library.define(name + schema, tags=(torch.Tag.flexible_layout,))
-        for key in ("CPU", "CUDA"):
+        for key in ("CPU", "CUDA") if name in bodies else ():
             library.impl(name, bodies[name], key)
         library._register_fake(name, _FAKES[name])
     _registered = layer_name_type, library
@@ -141,5 +144,5 @@ def get(name: str) -> torch._ops.OpOverload:
 _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
-    **dict.fromkeys((FUSED, *ATTENTION_OPS), lambda *_: None),
+    **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

@@ -138,6 +138,18 @@ class LastStep(InductorPass):
                 node.target = target
 
 
+class NoStep(InductorPass):
+    """A step that does nothing, in place of vLLM's last one on a CPU, where that one raises: it
+    names ops for GPUs alone."""
+
+    def uuid(self) -> str:
+        """The same for every graph."""
+        return "mla_fusion-no-step"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Leave the graph as it is."""
+
+
 def _fix(graph: fx.Graph, record: report.RangeReport) -> None:
     MLAFixFunctionalizationPass()(graph)
 

@@ -93,51 +93,34 @@ def test_a_kernel_that_has_not_run_with_this_triton_is_left_out(
     assert choose(layer(), AUTO, engine()).planner
 
 
+MOST = ((1, 256),)
+OF_FP8 = {"query": FP8, "cache": FP8}
+WINDOW = {"decline": Decline("portable-attention", "a sliding window")}
+
+
 @pytest.mark.parametrize(
-    ("of_layer", "of_engine", "runs", "why"),
+    ("of_layer", "of_engine", "facts", "runs", "why"),
     [
-        ({}, {}, ((1, 256),), "portable with 1 to 256 sequences (auto: as measured)"),
-        ({"heads": 20}, {}, ((1, 64),), "with 1 to 64 sequences, FLASH_ATTN_MLA else"),
-        ({}, {"drafts": 3}, ((1, 256),), ""),  # 4 query rows have their own
-        (
-            {"heads": 24},
-            {},
-            (),
-            "FLASH_ATTN_MLA (auto: not measured against it with 24 heads ",
-        ),
-        ({"backend": "TRITON_MLA"}, {}, (), "TRITON_MLA (auto: not measured against it with 16 h"),
-        ({"latent": 256}, {}, (), "not measured with 256 + 64"),
-        (
-            {},
-            {"drafts": 2},
-            (),
-            "not measured against it with 16 heads x 3 query rows in",
-        ),
-        ({}, {"dcp": 2}, (), "ranks share the cache"),
-        ({}, {"ubatching": True}, (), "microbatches"),
-        ({}, {"page": 16}, (), "not measured with pages of 16 tokens"),
+        ({}, {}, {}, MOST, "portable with 1 to 256 sequences (auto: as measured)"),
+        ({"heads": 20}, {}, {}, ((1, 64),), "with 1 to 64 sequences, FLASH_ATTN_MLA else"),
+        # 4 query rows, and an fp8 query, have rows of their own.
+        ({}, {"drafts": 3}, {}, MOST, ""), ({"backend": "FLASHMLA"}, {}, OF_FP8, MOST, ""),
+        ({"backend": "FLASHMLA"}, {"drafts": 3}, OF_FP8, MOST, "1 to 256 sequences (auto: as m"),
+        ({"heads": 24}, {}, {}, (), "FLASH_ATTN_MLA (auto: not measured against it with 24 heads "),
+        ({"backend": "TRITON_MLA"}, {}, {}, (), "TRITON_MLA (auto: not measured against it with"),
+        ({}, {"drafts": 2}, {}, (), "not measured against it with 16 heads x 3 query rows in"),
+        ({}, {}, OF_FP8, (), "FLASH_ATTN_MLA (auto: not measured against it with 16 heads in fl"),
+        ({"latent": 256}, {}, {}, (), "not measured with 256 + 64"),
+        ({}, {"dcp": 2}, {}, (), "ranks share the cache"),
+        ({}, {"ubatching": True}, {}, (), "microbatches"),
+        ({}, {"page": 16}, {}, (), "not measured with pages of 16 tokens"),
+        ({}, {}, WINDOW, (), "a sliding window"),
     ],
-)
-def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine, runs, why):
+)  # fmt: skip
+def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine, facts, runs, why):
+    h200["found"] = dataclasses.replace(h200["found"], **facts)
     choice = choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
-    h200["found"] = eligibility.LayerFacts(
-        Decline("portable-attention", "a sliding window"), BF16, BF16, BF16
-    )
-    choice = choose(layer(), AUTO, engine())
-    assert not choice.planner and "a sliding window" in choice.why
-
-
-def test_an_fp8_query_has_rows_of_its_own(h200, monkeypatch):
-    h200["found"] = eligibility.LayerFacts(None, FP8, FP8, BF16)
-    assert choose(layer(backend="FLASHMLA"), AUTO, engine()).planner == "portable"
-    drafts = choose(layer(backend="FLASHMLA"), AUTO, engine(drafts=3))
-    runs = "portable with 1 to 256 sequences (auto: as measured)"
-    assert drafts.why == runs
-    monkeypatch.setattr(measured, "spans", lambda *_: {("float8_e4m3fn", 64, 1, "FLASHMLA"): ()})
-    slower = choose(layer(64, "FLASHMLA"), AUTO, engine())
-    slow = "FLASHMLA (auto: measured slower than it with 64 heads in float8_e4m3fn)"
-    assert (slower.planner, slower.why) == ("", slow)
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """`benchmarks/epilogue.py` without its GPU: the rows, and the lines about them."""
 
 import csv
-import dataclasses
 from types import SimpleNamespace
 
 import epilogue as bench_epilogue
 import pytest
 import torch
-from epilogue import WRONG, Case
+from epilogue import WRONG
 
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.measure import records, timing
@@ -15,42 +14,13 @@ from mla_fusion.measure import records, timing
 FACTS = dict.fromkeys(records.FACTS, "x")
 
 
-@pytest.mark.parametrize(("step", "right"), [(1, True), (2, False)])
-def test_rows_are_written_and_judged(monkeypatch, tmp_path, capsys, step, right):
-    """Ours takes 2 us and vLLM's 3, but 1 in eight splits."""
-
-    def measure(case, rounds):
-        assert rounds == 5
-        times = {"ours": 2.0, "vllm": 1.0 if case.pieces == 8 else 3.0}
-        rows = [
-            {**dataclasses.asdict(case), "place": place, "candidate": name,
-             **dict.fromkeys(timing.TIMES, us), "worst_step": step if name == "ours" else 0}
-            for place in ("back", "behind") for name, us in times.items()
-        ]  # fmt: skip
-        bench_epilogue.show(rows)
-        return rows
-
-    monkeypatch.setattr(bench_epilogue, "measure", measure)
-    monkeypatch.setattr(records, "environment", lambda commit, program: FACTS)
-    path = tmp_path / "rows.csv"
-    sizes = ["--tokens", "1", "--heads", "16", "--splits", "1", "8", "--rounds", "5", "--csv"]
-    assert bench_epilogue.main([*sizes, str(path)]) == (not right)
-    printed = capsys.readouterr().out
-    mark = "" if right else "!"
-    assert f"T=1 H=16 S=8 none back: ours 2.00 (2.00-2.00){mark} | vllm 1.00" in printed
-    assert "(1, 16, 8, 128, 'none', 'back'): ours 2.00, vllm 1.00" in printed
-    assert "geometric mean 0.87, least 0.50" in printed
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 24 and set(rows[0]) == {*records.FACTS, *bench_epilogue.RESULT}
-
-
 LATENTS = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 @pytest.fixture
 def one_layer(monkeypatch):
-    """A step of two tokens whose latents are there, on a CPU; times are 2 us, the decode's 1."""
+    """A step of two tokens whose latents are there, on a CPU: ours takes 2 us, vLLM's 1 us, and
+    3 us behind a decode of 1 us."""
     plan = SimpleNamespace(reduce_indptr=torch.tensor([0, 3, 6]), fresh=True)
     w_uv = torch.randn(1, 16, 128).bfloat16()
     epilogue = Epilogue(w_uv, torch.empty(2, 128).to(bench_epilogue.FP8), torch.empty(2, 1))
@@ -61,7 +31,8 @@ def one_layer(monkeypatch):
     monkeypatch.setattr(bench_epilogue, "capture_calls", lambda call, count: call(0))
 
     def interleave(graphs, *_):
-        return {n: dict.fromkeys(timing.TIMES, 1.0 if "alone" in n else 2.0) for n in graphs}
+        us = {("alone", ""): 1.0, ("back", "vllm"): 1.0, ("behind", "vllm"): 3.0}
+        return {key: dict.fromkeys(timing.TIMES, us.get(key, 2.0)) for key in graphs}
 
     monkeypatch.setattr(bench_epilogue, "interleave", interleave)
     return given
@@ -100,12 +71,25 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_result_is_checked(monkeypatch, one_layer, name, capsys):
+def test_rows_are_checked_and_written(monkeypatch, tmp_path, one_layer, name, capsys):
     step, wrong = STEPS[name]
-    monkeypatch.setattr(bench_epilogue, "CANDIDATES", {"ours": step})
-    rows = bench_epilogue.measure(Case(128, 1, 3, 128, "group"), 3)
-    found = [(r["place"], r["p50_us"], r["pieces"]) for r in rows]
-    assert found == [("back", 2, 3), ("behind", 1, 3)]
-    assert {row["worst_step"] for row in rows} == {wrong}
-    mark = "!" if wrong else ""
-    assert f"behind: ours 1.00 (1.00-1.00){mark}\n" in capsys.readouterr().out
+    monkeypatch.setattr(bench_epilogue, "CANDIDATES", {"ours": step, "vllm": finish})
+    monkeypatch.setattr(bench_epilogue, "QUANTIZATIONS", ("group",))
+    monkeypatch.setattr(records, "environment", lambda commit, program: FACTS)
+    path = tmp_path / "rows.csv"
+    sizes = ["--tokens", "2", "--heads", "1", "--splits", "3", "--rounds", "5", "--csv"]
+    assert bench_epilogue.main([*sizes, str(path)]) == bool(wrong)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert set(rows[0]) == {*records.FACTS, *bench_epilogue.RESULT}
+    found = [(r["place"], r["candidate"], float(r["p50_us"]), int(r["worst_step"])) for r in rows]
+    ours, vllms = ("ours", wrong), ("vllm", 0)
+    assert found == [
+        (place, name, us, worst)
+        for place, times in (("back", (2, 1)), ("behind", (1, 2)))
+        for (name, worst), us in zip((ours, vllms), times, strict=True)
+    ]
+    printed, mark = capsys.readouterr().out, "!" if wrong else ""
+    assert f"T=2 H=1 S=3 group behind: ours 1.00 (1.00-1.00){mark} | vllm 2.00" in printed
+    assert "(2, 1, 3, 128, 'group', 'back'): ours 2.00, vllm 1.00" in printed
+    assert "geometric mean 1.00, least 0.50" in printed

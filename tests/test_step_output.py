@@ -18,7 +18,7 @@ from mla_fusion.passes.pipeline import MLAFusionPass
 from mla_fusion.runtime import layer_state
 from mla_fusion.runtime.output import QuantizedOutput
 from tests import test_step_plan
-from tests.aiter_double.uses import causal_attention
+from tests.attention.decodes import definition
 from tests.passes import fake_engine, linears
 from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, Spec, build
 from tests.prepared import attach
@@ -197,11 +197,10 @@ class Causal(fake_engine.Impl):
     scale = 0.3
 
     def forward_mqa(self, q, kv_cache, metadata, layer):
-        sequences = zip(metadata.decode.block_table, metadata.decode.seq_lens, strict=True)
-        keys = [kv_cache[at.long(), : int(n)].flatten(0, 1).double() for at, n in sequences]
-        starts = list(range(len(q) + 1))
-        out = causal_attention(q.double(), keys[: len(q)], starts, self.scale, LATENT)
-        return out.to(q.dtype), None
+        given = {"q": q, "kv_cache": kv_cache, "softmax_scale": self.scale}
+        given["block_table"] = metadata.decode.block_table[: len(q)]
+        lengths = metadata.decode.seq_lens[: len(q)].tolist()
+        return definition(given, [1] * len(q), lengths, LATENT)[0].to(q.dtype), None
 
 
 class PlannedEngine(fake_engine.Engine):

@@ -15,7 +15,7 @@ from mla_fusion.config import Options, eligibility
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, layer_state, step_plan
 from mla_fusion.runtime.decode_choice import Choice
-from tests.aiter_double.uses import causal_attention
+from tests.attention.decodes import definition
 from tests.passes import fake_engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, VALUE, Spec
 from tests.prepared import attach
@@ -82,17 +82,14 @@ def attend(name, query):
 
 
 def check(engine, metadata, *names):
-    """The attention of these layers in one step against a formula over gathered keys."""
-    q = query(metadata.num_actual_tokens)
+    """The attention of these layers in one step against its definition."""
+    q, decode = query(metadata.num_actual_tokens), metadata.decode
+    given = {"q": q, "block_table": decode.block_table, "softmax_scale": Impl.scale}
+    rows, lengths = metadata.query_start_loc.diff().tolist(), decode.seq_lens.tolist()
     with engine.step(metadata):
         for name in names:
-            layer, keys = engine.layers[name], []
-            for b, length in enumerate(metadata.decode.seq_lens.tolist()):
-                at = torch.arange(length)
-                block = metadata.decode.block_table[b, at // PAGE].long()
-                keys.append(layer.kv_cache[block, at % PAGE].double())
-            starts = metadata.query_start_loc.tolist()
-            out = causal_attention(q.double(), keys, starts, Impl.scale, LATENT)
+            layer = engine.layers[name]
+            out, _ = definition(given | {"kv_cache": layer.kv_cache}, rows, lengths, LATENT)
             expected = torch.empty((q.shape[0], HEADS * VALUE), dtype=SPEC.dtype)
             layer._v_up_proj(out.to(SPEC.dtype), expected)
             torch.testing.assert_close(attend(name, q), expected, rtol=1e-5, atol=1e-5)

@@ -13,8 +13,6 @@ from mla_fusion.config import vllm_compat
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 THRESHOLD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 OPTIONS_KEY = "mla_fusion"
-# A prerequisite that the plugin switches on where the operator did not refuse it.
-PARTITION = "use_inductor_graph_partition"
 # torch._inductor.config: a value that is used twice is stored if it reads more buffers than this.
 REALIZE = "realize_reads_threshold"
 # Of `Options.attention`: those that ask for a persistent decode.
@@ -116,6 +114,14 @@ def misplaced(additional_config: Any) -> list[str]:
 def is_on(vllm_config: Any) -> bool:
     """True if the flag is set; a config built before the plugin was loaded has no such field."""
     return getattr(vllm_config.compilation_config.pass_config, FLAG, False) is True
+
+
+def in_one_graph(compilation_config: Any) -> bool:
+    """True if an operator let vLLM compile RoPE, cache write and attention in one graph, by
+    Inductor's graph partition or by empty splitting ops: then the passes run in that graph, and
+    else in a graph of decode steps alone."""
+    partition = compilation_config.use_inductor_graph_partition
+    return bool(partition) or compilation_config.splitting_ops == []
 
 
 def decode_bucket(vllm_config: Any) -> int:

@@ -17,10 +17,9 @@ _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "
 FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
 
 
-def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None:
-    """Why the passes cannot fire in an engine whose flag is on, and whose operator switched
-    Inductor's graph partition off if `partition_refused`. vLLM's defaults and its platform were
-    applied to its config. Raises as `read_options`."""
+def why_not(vllm_config: Any) -> Decline | None:
+    """Why the passes cannot fire in an engine whose flag is on. vLLM's defaults and its platform
+    were applied to its config. Raises as `read_options`."""
     options = read_options(vllm_config.additional_config)
     version = vllm_compat.installed_version()
     if not vllm_compat.is_supported(version):
@@ -53,8 +52,6 @@ def why_not(vllm_config: Any, partition_refused: bool = False) -> Decline | None
         if planned:
             return Decline("context-parallel", f"attention={options.attention}")
     whole, mode = compilation.splitting_ops == [], getattr(compilation.cudagraph_mode, "name", "")
-    if partition_refused and not whole:
-        return Decline("graph-partition")
     # vLLM turns the second into FULL when there is nothing to split at.
     if mode == "FULL" or (mode == "FULL_AND_PIECEWISE" and whole):
         return Decline("cudagraph-full")

@@ -38,6 +38,12 @@ def _platform() -> Any:
     return current_platform
 
 
+def _envs() -> Any:
+    from vllm import envs
+
+    return envs
+
+
 def versions() -> dict[str, str]:
     """The releases that compile a graph together, and the device they compile it for."""
     device = _platform().get_device_name() if is_gpu() else _platform().device_name
@@ -76,16 +82,12 @@ def gpu_name() -> str:
 
 def compile_environment() -> str:
     """The environment variables that vLLM's compile cache depends on, as text."""
-    from vllm import envs
-
-    return repr(sorted(envs.compile_factors().items()))
+    return repr(sorted(_envs().compile_factors().items()))
 
 
 def cache_root() -> Path:
     """The folder in which vLLM keeps its compile cache."""
-    from vllm import envs
-
-    return Path(envs.VLLM_CACHE_ROOT)
+    return Path(_envs().VLLM_CACHE_ROOT)
 
 
 def is_supported(version: str) -> bool:
@@ -109,16 +111,12 @@ def uses_mla(model_config: Any) -> bool:
 
 def is_batch_invariant() -> bool:
     """True if vLLM promises that a sequence's result does not depend on the rest of its batch."""
-    from vllm import envs
-
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))  # doctor asks any release
+    return bool(getattr(_envs(), "VLLM_BATCH_INVARIANT", False))  # doctor asks any release
 
 
 def switched_off() -> list[str]:
     """The variables of this process's environment that switch MLA or torch.compile off."""
-    from vllm import envs
-
-    mla = ["VLLM_MLA_DISABLE"] if getattr(envs, "VLLM_MLA_DISABLE", False) else []
+    mla = ["VLLM_MLA_DISABLE"] if getattr(_envs(), "VLLM_MLA_DISABLE", False) else []
     # torch reads both as text: "true" switches nothing off.
     compiler = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     return mla + [name for name in compiler if os.environ.get(name) == "1"]
@@ -165,6 +163,11 @@ def runs_breakable_cudagraphs() -> bool:
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
     return bool(is_breakable_cudagraph_enabled())
+
+
+def stores_compiled_code(backend: Any) -> bool:
+    """True if vLLM stores a backend's compiled code, not a graph; from 0.33 on each one knows."""
+    return bool(getattr(backend, "use_mega_artifact", _envs().VLLM_USE_MEGA_AOT_ARTIFACT))
 
 
 def gather(value: Any) -> list[Any]:

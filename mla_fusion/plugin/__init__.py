@@ -15,7 +15,7 @@ from typing import Any
 
 from mla_fusion import logger
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import compilation, decision, flag, sparse, workers
+from mla_fusion.plugin import compilation, decision, decode_graph, flag, sparse, workers
 from mla_fusion.plugin.wrap import put_back, when_imported
 
 
@@ -32,10 +32,13 @@ class Hook:
         """Raise ImportError without the module, AttributeError without one of the names."""
         module = importlib.import_module(self.module)
         for name in self.names:
+            *path, last = name.split(".")
             try:
-                functools.reduce(getattr, name.split("."), module)
+                owner = functools.reduce(getattr, path, module)
             except AttributeError:  # its text guesses at a circular import
                 raise AttributeError(f"{self.module}.{name}") from None
+            if last not in vars(owner):  # what a class inherits is another function
+                raise AttributeError(f"{self.module}.{name}")
 
 
 def _restore(fields: dict[str, Any]) -> Any:
@@ -67,6 +70,17 @@ HOOKS = (
     Hook(
         "vllm.compilation.backends", ("CompilerManager.compile",),
         compilation.set_options_for_ranges,
+    ),
+    Hook(
+        "vllm.compilation.backends",
+        ("VllmBackend.__call__", "split_graph", "wrap_with_cudagraph_if_needed"),
+        decode_graph.compile_decode_graph,
+    ),
+    Hook(
+        "vllm.compilation.caching",
+        ("VllmSerializableFunction.serialize_compile_artifacts",
+         "VllmSerializableFunction.deserialize_compile_artifacts"),
+        decode_graph.keep_both_graphs,
     ),
     Hook("vllm.v1.worker.worker_base", ("WorkerBase",), workers.prepare_workers),
     Hook(

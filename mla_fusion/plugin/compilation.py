@@ -22,14 +22,16 @@ def add_passes() -> None:
         original(self, vllm_config)
         if not config.is_on(vllm_config):
             return
-        from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
+        from mla_fusion.passes.pipeline import LastStep, MLAFusionPass, NoStep
 
-        options = config.read_options(vllm_config.additional_config)
-        bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
-        self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
-        # vLLM's last step names CUDA-only ops and raises on a CPU build.
-        rest = None if current_platform.is_cpu() else self.fix_functionalization
-        self.fix_functionalization = LastStep(rest)
+        cpu = current_platform.is_cpu()
+        if _has_passes(vllm_config.compilation_config):
+            options = config.read_options(vllm_config.additional_config)
+            bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
+            self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
+            self.fix_functionalization = LastStep(None if cpu else self.fix_functionalization)
+        elif cpu:
+            self.fix_functionalization = NoStep()
 
     wrap(PostGradPassManager, "configure", configure)
 
@@ -51,17 +53,30 @@ def set_options_for_ranges() -> None:
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         options = additional_inductor_config
-        if not kwargs.get("is_encoder", False):
-            options = for_range(options, compilation_config.pass_config, compile_range)
-        before = graph, example_inputs, options, compilation_config, compile_range
-        return original(self, *before, *args, **kwargs)
+        if kwargs.get("is_encoder", False) or not _has_passes(compilation_config):
+            given = graph, example_inputs, options, compilation_config, compile_range
+            return original(self, *given, *args, **kwargs)
+        from mla_fusion import report
+
+        options = for_range(options, compilation_config, compile_range)
+        given = graph, example_inputs, options, compilation_config, compile_range
+        with report.of_equal_graphs() as compiled:
+            compiled.append(original(self, *given, *args, **kwargs))
+        return compiled[0]
 
     wrap(CompilerManager, "compile", compile_range)
 
 
-def for_range(options: dict[str, Any], pass_config: Any, compile_range: Any) -> dict[str, Any]:
+def _has_passes(compilation_config: Any) -> bool:
+    """True if the passes run in the graphs of an engine, or of its decode steps, with this."""
+    on = getattr(compilation_config.pass_config, config.FLAG, False)
+    return on and config.in_one_graph(compilation_config)
+
+
+def for_range(
+    options: dict[str, Any], compilation_config: Any, compile_range: Any
+) -> dict[str, Any]:
     """Inductor's options for a range: `options`, which all ranges share, or a copy with more."""
-    fused = getattr(pass_config, config.FLAG, False) and vllm_compat.is_gpu()
-    if fused and compile_range.end <= getattr(pass_config, config.THRESHOLD):
-        return {config.REALIZE: 1, **options}
-    return options
+    bucket = getattr(compilation_config.pass_config, config.THRESHOLD, 0)
+    inside = _has_passes(compilation_config) and compile_range.end <= bucket
+    return {config.REALIZE: 1, **options} if inside and vllm_compat.is_gpu() else options

@@ -13,7 +13,6 @@ from mla_fusion.plugin.wrap import wrap
 if TYPE_CHECKING:
     from mla_fusion.report.reasons import Decline
 
-_REFUSED = "_mla_fusion_refused"  # on a VllmConfig: the operator switched graph partition off
 _SINGLE_TRACE = 2  # CompilationMode.DYNAMO_TRACE_ONCE, an IntEnum
 # Compilation configs whose operator was told of a flag that is off, or of misplaced options, by id:
 # other configs of an engine, as a draft model's, are made with the same one.
@@ -22,13 +21,12 @@ _told_names: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 
 
 def decide_in_vllm_config() -> None:
-    """Why: the decode bucket must be a compile-range endpoint, and RoPE, cache write and attention
-    must end up in one graph, before vLLM freezes both.
+    """Why: whether fusion can work must be known before vLLM makes what the flag needs. In one
+    graph for all steps the decode bucket must be a compile-range endpoint.
 
-    How: note what the operator set before `VllmConfig.__post_init__`, decide in
-    `_set_compile_ranges` (the defaults and the platform are applied by then, the ranges and the
-    splitting ops are not), and add the ops to splitting_ops afterwards. Until: vLLM lets a plugin
-    take part in config resolution.
+    How: decide in `_set_compile_ranges` (the defaults and the platform are applied by then, the
+    ranges and the splitting ops are not), and add the ops to splitting_ops after `__post_init__`.
+    Until: vLLM lets a plugin take part in config resolution.
     """
     from vllm.config import VllmConfig
 
@@ -55,7 +53,7 @@ def _check_and_update_config(original: Callable[..., Any], vllm_config: Any) -> 
     became = compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap
     compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
     on = became[0] == _SINGLE_TRACE and config.is_on(vllm_config)
-    if on and why_not(vllm_config) is None:
+    if on and _why_not(vllm_config) is None:
         # vLLM would derive them from the sizes of CUDA graphs, which a CPU does not have.
         compilation.compile_sizes = compilation.compile_sizes or []
         logger.debug("%s needs compilation mode VLLM_COMPILE, kept on the CPU", config.FLAG)
@@ -74,14 +72,8 @@ def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
         _warn_of_no_effect(self)
         original(self, *args, **kwargs)
         return
-    # vLLM's defaults fill in what is None.
-    setattr(self, _REFUSED, self.compilation_config.use_inductor_graph_partition is False)
-    try:
-        original(self, *args, **kwargs)
-    finally:
-        # `replace`, with which vLLM makes a draft model's config, only takes known fields.
-        delattr(self, _REFUSED)
-    if config.is_on(self):
+    original(self, *args, **kwargs)
+    if config.is_on(self) and config.in_one_graph(self.compilation_config):
         from mla_fusion import ops
 
         splitting = self.compilation_config.splitting_ops or []
@@ -96,11 +88,10 @@ def _set_compile_ranges(original: Callable[..., Any], self: Any) -> None:
     original(self)
 
 
-def why_not(vllm_config: Any) -> "Decline | None":
-    """`config.eligibility.why_not` of a config, with what its operator refused."""
+def _why_not(vllm_config: Any) -> "Decline | None":
     from mla_fusion.config import eligibility
 
-    return eligibility.why_not(vllm_config, getattr(vllm_config, _REFUSED, False))
+    return eligibility.why_not(vllm_config)
 
 
 def apply(vllm_config: Any) -> None:
@@ -110,16 +101,12 @@ def apply(vllm_config: Any) -> None:
 
     compilation = vllm_config.compilation_config
     pass_config = compilation.pass_config
-    if decline := why_not(vllm_config):
+    if decline := _why_not(vllm_config):
         setattr(pass_config, config.FLAG, False)
         setattr(pass_config, config.THRESHOLD, None)
         _told[id(compilation)] = compilation
         logger.warning("%s is switched off: %s", report.FLAG_LINE, decline.explain())
         return
-    if compilation.splitting_ops != [] and not compilation.use_inductor_graph_partition:
-        compilation.use_inductor_graph_partition = True
-        said = "%s sets for the whole engine, prefill included: %s"
-        logger.info(said, report.FLAG_LINE, config.PARTITION)
     if not vllm_compat.is_gpu():
         # vLLM's defaults switch fusions on by what is compiled, but its pass manager imports their
         # passes for GPUs alone, and raises NameError here.
@@ -150,11 +137,11 @@ def apply(vllm_config: Any) -> None:
         )  # fmt: skip
     # Kept: the bucket depends on the sizes of CUDA graphs, which vLLM may change later.
     setattr(pass_config, config.THRESHOLD, bucket)
-    endpoints = set(compilation.compile_ranges_endpoints or [])
-    if bucket not in endpoints:
-        compilation.compile_ranges_endpoints = sorted({*endpoints, bucket})
-        fused = "%s: graphs for up to %d tokens are fused by the %s provider"
-        logger.debug(fused, config.FLAG, bucket, options.provider)
+    if config.in_one_graph(compilation):
+        endpoints = {*(compilation.compile_ranges_endpoints or ()), bucket}
+        compilation.compile_ranges_endpoints = sorted(endpoints)
+    fused = "%s: decode steps of up to %d tokens are fused by the %s provider"
+    logger.debug(fused, config.FLAG, bucket, options.provider)
 
 
 def _warn_of_misplaced(vllm_config: Any) -> None:

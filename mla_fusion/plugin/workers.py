@@ -5,7 +5,7 @@ from typing import Any
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import sparse
+from mla_fusion.plugin import decode_graph, sparse
 from mla_fusion.plugin.wrap import replace, wrap
 
 ENGINE = "_mla_fusion_engine"  # on a worker whose flag is on, once its model is loaded
@@ -105,7 +105,8 @@ def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **k
     from mla_fusion.runtime import collectives, metrics
 
     made, cached = collectives.prepare(engine, self.vllm_config)
-    result = original(self, *args, **kwargs)
+    with decode_graph.starting():
+        result = original(self, *args, **kwargs)
     if vllm_compat.is_first_rank():
         report.publish(made, engine.model, cached)
     compilation, rank = self.vllm_config.compilation_config, self.vllm_config.parallel_config.rank

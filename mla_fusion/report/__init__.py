@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -156,6 +156,7 @@ class Report:
 
 
 _records: list[RangeReport] = []
+_compiled: dict[int, tuple[Any, list[RangeReport]]] = {}  # compiled code, by its id, and records
 
 
 def add(record: RangeReport) -> None:
@@ -163,9 +164,23 @@ def add(record: RangeReport) -> None:
     _records.append(record)
 
 
+@contextlib.contextmanager
+def of_equal_graphs() -> Iterator[list[Any]]:
+    """Count a graph of which vLLM takes the code of an equal one, in which no pass runs: it is what
+    the caller puts into the list."""
+    before, made = len(_records), list[Any]()
+    yield made
+    code = made[0]
+    if new := _records[before:]:
+        _compiled[id(code)] = code, new
+    elif known := _compiled.get(id(code)):
+        _records.extend(replace(record, pass_ms=0.0) for record in known[1])
+
+
 def forget() -> None:
     """Discard records left by an engine of this process that died before it reported."""
     _records.clear()
+    _compiled.clear()
 
 
 def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) -> Report | None:
@@ -176,7 +191,7 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
     ranges: dict[tuple[int, int], RangeReport] = {}
     for record in sorted(_records, key=lambda record: record.range):
         ranges.setdefault(record.range, RangeReport(record.range)).add(record)
-    _records.clear()
+    forget()
     uncompiled = max(model_layers - max(r.layers for r in ranges.values()), 0)
     return Report(provider, bucket, [*ranges.values()], uncompiled=uncompiled, **of_engine)
 

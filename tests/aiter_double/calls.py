@@ -7,6 +7,9 @@ that the result is right. test_fused.py makes them.
 
 import torch
 
+from mla_fusion.kernels.aiter import PackedWeight
+from tests.aiter_double import numbers
+
 T, H, P, R, L = 5, 8, 128, 64, 512
 ENTRY = L + R
 SLOTS = 3, 17, -1, 40, 0
@@ -80,6 +83,20 @@ def narrow(latent, heads, block):
     return {n: lambda a, s=shape: torch.zeros(s).bfloat16() for n, shape in shapes.items()}
 
 
+def packed(kind, w_uk_t, fp8):
+    """W_UK [H, P, L] packed as vLLM packs it, and what the packed weight says, [H, P, L] fp32."""
+    w = w_uk_t.transpose(1, 2)  # [H, L, P]
+    if kind == "fp8":
+        # One scale for all heads, without a dimension.
+        limit = torch.finfo(fp8).max
+        scale = w.float().abs().max() / limit
+        codes = (w.float() / scale).clamp(-limit, limit).to(fp8)
+        return PackedWeight(kind, codes, scale), (codes.float() * scale).transpose(1, 2)
+    # vLLM quantizes [L, H, P] and keeps a transposed view.
+    codes, scale = (x.transpose(0, 1) for x in numbers.to_mxfp4(w.transpose(0, 1)))
+    return PackedWeight(kind, codes, scale), numbers.from_mxfp4(codes, scale).transpose(1, 2)
+
+
 # Two heads, which the general kernel serves.
 FEW = {"q": lambda a: a["q"][:, :2], "w_uk_t": lambda a: a["w_uk_t"][:2],
        "q_out": lambda a: a["q_out"][:, :2].contiguous()}  # fmt: skip
@@ -124,6 +141,10 @@ BROKEN = {
                                   ("fp64", torch.ones(1, dtype=torch.float64), ONE),
                                   ("elsewhere", torch.ones(1, device="meta"), SCALES))},
     # What is read.
+    "one row, whose stride says nothing": (
+        {"k_pe": lambda a: a["k_pe"][:1].contiguous().as_strided((1, R), (1, 1)),
+         **{n: lambda a, n=n: a[n][:1].contiguous()
+            for n in ("q", "kv_c", "slot_mapping", "positions", "q_out")}}, ""),
     "query heads apart": ({"q": lambda a: by_head(a["q"])}, ""),
     "few query heads apart": (FEW | {"q": lambda a: by_head(a["q"][:, :2])}, ""),
     **{f"strided {name}": ({name: lambda a, name=name: every_second(a[name], a[name].dim() - 1)},
@@ -140,6 +161,10 @@ BROKEN = {
         {n: lambda a, n=n: a[n].double() for n in (
             "q", "w_uk_t", "kv_c", "k_pe", "kv_cache", "q_out", "cos_sin_cache")},
         "q must be fp32, fp16 or bf16"),
+    **{f"{kind} weights of another type": (
+        {"w_uk_t": lambda a, kind=kind: packed(kind, a["w_uk_t"], a["fp8"])[0],
+         **{n: lambda a, n=n: a[n].half() for n in ("q", "kv_c", "k_pe", "kv_cache", "q_out")}},
+        f"{kind} product is one of bf16: q is torch.float16") for kind in ("fp4", "fp8")},
     "few queries": ({"q": lambda a: a["q"][: T - 1]}, "kv_c must be of shape (4, 512)"),
     **{f"few rows of {name}": ({name: lambda a, name=name: a[name][: T - 1]},
                                f"{name} must be of shape (5, ")

@@ -66,9 +66,9 @@ class Double:
         """How often each op was called."""
         return dict(Counter(op for op, _ in self._calls))
 
-    def forget(self):
-        """Drop the calls so far."""
-        self._calls.clear()
+    def forget(self, *names):
+        """Drop the calls so far, or those of some ops."""
+        self._calls = [call for call in self._calls if names and call[0] not in names]
 
     def _op(self, name, body):
         """A function with the published signature, which a compiled op hides."""

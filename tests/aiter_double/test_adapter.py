@@ -62,6 +62,7 @@ def test_the_adapter_plans_and_decodes(double):
         assert_right(*uses.run(replace(use, allocate=settings, lengths=(700, 33, 5)), double))
         [plan], [call] = double.calls(PLANNER), double.calls(DECODE)
         assert (plan["page_size"], plan["max_split_per_batch"]) == (1, cap)
+        assert (plan["is_causal"], plan["fast_mode"], plan["topk"]) == (True, True, -1)
         # Without it AITER leaves the plan of some batches aside.
         assert call["num_kv_splits"] == double.arch.compute_units
 

@@ -106,13 +106,3 @@ def test_tables_of_models_without_rope_fit_each_width(double):
         provider.fused_mla_decode_prep(Inputs(**given, is_neox=True, derived=derived))
     assert [call["cos_cache"].shape for call in double.calls(FUSED)] == [(1, 32), (1, 16)]
     assert all(call["positions"].eq(0).all() for call in double.calls(FUSED))
-
-
-def test_the_stride_between_rows_does_not_matter_where_there_is_one(double):
-    given = calls.provider()
-    rows = ("q", "kv_c", "k_pe", "slot_mapping", "positions")
-    given |= {name: given[name][:1].contiguous() for name in rows}
-    given["q_out"] = given["q_out"][:1]
-    given["k_pe"] = given["k_pe"].as_strided((1, calls.R), (1, 1))
-    provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
-    assert len(double.calls(FUSED)) == 1

@@ -7,28 +7,13 @@ import torch
 
 from mla_fusion.kernels import aiter as provider
 from mla_fusion.kernels import reference
-from mla_fusion.kernels.aiter import PackedWeight
 from mla_fusion.kernels.inputs import Inputs
 from tests import aiter_double
 from tests.aiter_double import calls, numbers
-from tests.aiter_double.calls import L, P
+from tests.aiter_double.calls import L, P, packed
 from tests.aiter_double.versions import FP4_PRODUCT, FP8_PRODUCT, FUSED
 
 COMPARISON = (Path(__file__).parents[2] / "docs/comparison.md").read_text()
-
-
-def packed(kind, w_uk_t, fp8):
-    """W_UK [H, P, L] packed as vLLM packs it, and what the packed weight says, [H, P, L] fp32."""
-    w = w_uk_t.transpose(1, 2)  # [H, L, P]
-    if kind == "fp8":
-        # One scale for all heads, without a dimension.
-        limit = torch.finfo(fp8).max
-        scale = w.float().abs().max() / limit
-        codes = (w.float() / scale).clamp(-limit, limit).to(fp8)
-        return PackedWeight(kind, codes, scale), (codes.float() * scale).transpose(1, 2)
-    # vLLM quantizes [L, H, P] and keeps a transposed view.
-    codes, scale = (x.transpose(0, 1) for x in numbers.to_mxfp4(w.transpose(0, 1)))
-    return PackedWeight(kind, codes, scale), numbers.from_mxfp4(codes, scale).transpose(1, 2)
 
 
 def rounded_query(kind, q_nope, fp8):
@@ -70,18 +55,6 @@ def test_the_query_is_the_product_that_vllm_asks_for(arch, kind, cache):
         # Sums in another order round a bf16 tie otherwise.
         assert (got == expected).float().mean() > 0.99
         torch.testing.assert_close(got, expected, rtol=0.13, atol=0.1)
-
-
-@pytest.mark.parametrize("kind", ["fp4", "fp8"])
-def test_a_packed_weight_is_refused_for_other_activations_than_bf16(kind):
-    with aiter_double.installed("gfx950") as double:
-        given = calls.provider()
-        given["w_uk_t"], _ = packed(kind, given["w_uk_t"], double.arch.fp8)
-        for name in ("q", "kv_c", "k_pe", "kv_cache", "q_out"):
-            given[name] = given[name].half()
-        with pytest.raises(ValueError, match=f"{kind} product is one of bf16: q is torch.float16"):
-            provider.fused_mla_decode_prep(Inputs(**given, is_neox=False))
-        assert not double.counts()
 
 
 @pytest.mark.parametrize(

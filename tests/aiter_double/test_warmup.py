@@ -11,8 +11,7 @@ from mla_fusion.kernels.inputs import padded_batch
 from mla_fusion.report import Variant
 from tests import aiter_double
 from tests.aiter_double import Aborted, calls
-from tests.aiter_double.calls import H, L, R
-from tests.aiter_double.test_products import packed
+from tests.aiter_double.calls import H, L, R, packed
 from tests.aiter_double.versions import FP4_PRODUCT, FP8_PRODUCT, FUSED
 from tests.passes.fake_engine import Engine
 from tests.passes.graphs import HEADS, LATENT, ROPE, Spec

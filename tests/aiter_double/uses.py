@@ -12,8 +12,8 @@ import torch
 from mla_fusion import attention as persistent
 from mla_fusion.attention import PersistentDecodePlan, persistent_mla_decode
 from tests import gpus
-from tests.aiter_double.calls import ENTRY, L
 from tests.aiter_double.versions import DECODE, INFO, PLANNER, number
+from tests.attention.decodes import arguments, definition
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Spoil = Callable[[PersistentDecodePlan], None]
@@ -64,15 +64,13 @@ def found(double, monkeypatch):
 
 
 def run(use, double):
-    """The adapter's output [T, H, 512], and dense attention in float64."""
-    g = torch.Generator().manual_seed(5)
-    fields = {
-        "max_batch": 3, "max_query_len": 2, "num_heads": 16, "q_dtype": double.arch.fp8,
-        "kv_dtype": double.arch.fp8, "device": "cpu", "planner": "aiter",
-    }  # fmt: skip
-    plan = PersistentDecodePlan.allocate(**{**fields, **use.allocate})
-    settings, batch, longest = plan.settings, len(use.lengths), max(use.lengths)
-    rows = use.rows or (settings.max_query_len,) * batch
+    """The adapter's output [T, H, 512], and that of the definition."""
+    fields = {"max_batch": 3, "max_query_len": 2, "num_heads": 16, "planner": "aiter"}
+    fields |= dict.fromkeys(("q_dtype", "kv_dtype"), double.arch.fp8) | use.allocate
+    rows = use.rows or (fields["max_query_len"],) * len(use.lengths)
+    given = arguments(rows, use.lengths, use.page, 512, 64, **fields)
+    plan = given["plan"]
+    double.forget(PLANNER)  # the refresh below is the one that is watched
     step = {
         "qo_indptr": torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32),
         "seq_lens": torch.tensor(use.lengths, dtype=torch.int32),
@@ -82,48 +80,12 @@ def run(use, double):
     use.before(plan)
     plan.refresh(**step)
     use.after(plan)
-    queries, lengths = step["qo_indptr"].tolist(), step["seq_lens"].tolist()
     if use.overwrite:
         step["qo_indptr"].zero_()
         step["seq_lens"].fill_(1)
-    heads, columns = settings.num_heads, -(-longest // use.page)
-    table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
-    cache = torch.randn((batch * columns, use.page, ENTRY), generator=g)
-    given = {
-        "q": torch.randn((queries[-1], heads, ENTRY), generator=g).to(settings.q_dtype),
-        "kv_cache": cache.to(settings.kv_dtype), "block_table": table.flip(1).contiguous(),
-        "softmax_scale": 0.05, "q_scale": torch.tensor([0.5]), "kv_scale": torch.tensor([0.25]),
-        "return_lse": use.return_lse,
-    }  # fmt: skip
     given |= use.decode(given)
-    out, _ = persistent_mla_decode(plan=plan, **given)
-    return out, dense(given, queries, lengths)
-
-
-def dense(a, queries, lengths):
-    """Attention over the blocks of each sequence, from the arguments of the adapter's decode."""
-    cache = a["kv_cache"].double() * (1 if a["kv_cache"].dtype == BF16 else a["kv_scale"].double())
-    size = cache.shape[1]
-    keys = [
-        cache[blocks[: -(-n // size)].long()].flatten(0, 1)[:n]
-        for blocks, n in zip(a["block_table"], lengths, strict=True)
-    ]
-    q = a["q"].double() * (1 if a["q"].dtype == BF16 else a["q_scale"].double())
-    return causal_attention(q, keys, queries, a["softmax_scale"])
-
-
-def causal_attention(q, keys, queries, scale, latent=L):
-    """Attention [T, H, latent] in float64 of each query to the keys of its sequence up to itself.
-
-    q is [T, H, L + R]; keys has the [n, L + R] of each sequence, whose last row is that of its last
-    query; queries are the rows of q at which sequences begin and end. No key gives zeros.
-    """
-    out = torch.zeros((*q.shape[:2], latent), dtype=torch.float64)
-    for own, (first, end) in zip(keys, itertools.pairwise(queries), strict=True):
-        for row in range(first, end):
-            seen = own[: max(len(own) - (end - 1 - row), 0)]
-            out[row] = torch.softmax(q[row] @ seen.T * scale, dim=-1) @ seen[:, :latent]
-    return out
+    out, _ = persistent_mla_decode(**given, return_lse=use.return_lse)
+    return out, definition(given, rows, use.lengths)[0]
 
 
 WIDE = {"q_dtype": BF16, "kv_dtype": BF16}

@@ -1,4 +1,4 @@
-"""The machine in C: machine/*.h and a function for each formula of operations.py, compiled once."""
+"""The machine in C: machine/*.h and a function for each formula, compiled once."""
 
 import ctypes
 import functools

@@ -3,16 +3,12 @@
 import random
 from unittest import mock
 
-import torch
-
-from mla_fusion.attention import cards, triton
+from mla_fusion.attention import cards
 from mla_fusion.attention.card import Shape
-from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli.selftest.decode import Bench
 from tests.amd.provider import judged
 from tests.attention import decodes
 from tests.attention.decodes import BF16
-from tests.gpus import imitated
 from tests.kernels.compiled import FP8
 
 # heads, query rows, page size, query, cache, sequences, and latents. Lengths are around a page and
@@ -39,27 +35,6 @@ CASES = {
     "many splits": (12, 2, 64, "bf16", "bf16", 2),
 }
 LONGEST = 150
-
-
-def made(target, heads, kind, sequences, length, units, page=64):
-    """A decode of random values on a GPU of so many CUs, over a cache of which all pages are the
-    same few."""
-    types = {"fp8": FP8[target], "bf16": BF16, "cache": FP8[target]}
-    query = BF16 if kind == "cache" else types[kind]
-    with imitated(target, sms=units):
-        settings = triton.plan_settings(heads, 1, types[kind], 576, "cuda")
-    plan = decodes.plan_for(
-        max_batch=sequences, num_heads=heads, q_dtype=query, kv_dtype=types[kind], v_head_dim=512,
-        **settings,
-    )  # fmt: skip
-    decodes.refresh(plan, [1] * sequences, [length] * sequences)
-    rng, one = torch.Generator().manual_seed(heads), torch.ones(1)
-    return Inputs(
-        decodes.random(rng, sequences, heads, 576, dtype=query),
-        decodes.random(rng, 16, page, 576, dtype=types[kind]), plan,
-        torch.randint(16, (sequences, -(-length // page)), generator=rng).int(), decodes.SCALE,
-        one, one, torch.empty(sequences, heads, 512, dtype=BF16), torch.empty(sequences, heads),
-    )  # fmt: skip
 
 
 def kernel_of(portable):

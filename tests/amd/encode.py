@@ -48,8 +48,8 @@ def encode(given, labels):
     at = f"line {given.line}, `{given.text}`: the executor"
     if name not in NUMBERS:
         raise UnknownInstruction(
-            f"{at} does not know {name}: add it to tests/amd/operations.py (a formula, or a "
-            "function in tests/amd/machine/)"
+            f"{at} does not know {name}: add its formula to tests/amd/machine/formulas.txt, or a "
+            "function in tests/amd/machine/ and its row to tests/amd/operations.py"
         )
     result = Instruction(operation=NUMBERS[name], line=given.line)
     modifiers = {key: value for key, value in given.modifiers.items() if key != "clamp"}

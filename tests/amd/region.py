@@ -11,16 +11,17 @@ from tests.kernels.compiled import FP8
 WIDTHS = {"nope": 128, "rope": 64, "latent": 512, "block_size": 64, "gap": 1536}
 
 
-def case(target, tokens, heads, kind="fp8", rope="neox", **more):
-    """kind: "fp8" for query and cache, "cache" for an fp8 cache alone, or "bf16"."""
-    fp8 = FP8[target]
+def case(target, tokens, heads, kind="fp8", rotation="neox", **more):
+    """kind: "fp8" for query and cache, "cache" for an fp8 cache alone, or "bf16", which stands for
+    any type of the activations."""
+    fp8, act = FP8[target], more.get("act", torch.bfloat16)
     given = {
-        "kv": torch.bfloat16 if kind == "bf16" else fp8,
-        "query": fp8 if kind == "fp8" else torch.bfloat16,
-        "neox": rope == "neox",
+        "kv": act if kind == "bf16" else fp8,
+        "query": fp8 if kind == "fp8" else act,
+        "neox": rotation == "neox",
         "padded": tuple(range(1, tokens, 3)),
     }
-    if rope == "none":
+    if rotation == "none":
         given["angles"] = None
     return cases.Case(tokens=tokens, heads=heads, **{**WIDTHS, **given, **more})
 

@@ -1,15 +1,19 @@
 """The decode kernel for CDNA 3 and 4, compiled: registers, and what its loop over tiles has."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna import cards as cdna_cards
 from mla_fusion.attention.cdna import decode as cdna_kernel
-from tests.amd import compile, decode, execute
+from mla_fusion.attention.plan.inputs import Inputs
+from tests.amd import compile, execute
 from tests.amd.provider import WRITABLE
+from tests.attention.decodes import BF16, arguments
 from tests.gpus import imitated
-from tests.kernels.compiled import LDS, compile_report
+from tests.kernels.compiled import FP8, LDS, compile_report
 
 TARGETS = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 SOME = [("fp8", 16, 64), ("bf16", 16, 64), ("fp8", 64, 16)]
@@ -18,8 +22,14 @@ MORE = [(kind, heads, page) for kind in ("fp8", "bf16", "cache") for heads in (1
 
 
 def launch_of(target, kind, heads, page):
-    """The launch of a decode, for blocks of `page` tokens."""
-    given = decode.made(target, heads, kind, 1, 3072, units=1, page=page)
+    """The launch of a decode of 3072 tokens by one CU, for blocks of `page` tokens."""
+    query, cache = (BF16 if kind in of else FP8[target] for of in (("bf16", "cache"), ("bf16",)))
+    with imitated(target, sms=1):
+        settings = provider.plan_settings(heads, 1, cache, 576, "cuda")
+    types = {"q_dtype": query, "kv_dtype": cache}
+    fields = arguments([1], [3072], page, 512, 64, num_heads=heads, **types, **settings)
+    out, lse = torch.empty(1, heads, 512, dtype=BF16), torch.empty(1, heads)
+    given = Inputs(**fields, out=out, lse=lse)
     assert not cdna_cards.decode(given)
     with imitated(target):
         return cdna_kernel.launch_of(given)

@@ -30,11 +30,7 @@ def without(name):
 
 
 @pytest.mark.parametrize(
-    "name, found",
-    [
-        ("s_waitcnt", "register without a wait"),
-        ("s_barrier", "LDS race"),
-    ],
+    "name, found", [("s_waitcnt", "register without a wait"), ("s_barrier", "LDS race")]
 )
 def test_what_orders_memory_is_missed(name, found):
     with mock.patch.object(compile, "launch", without(name)), pytest.raises(AssertionError) as seen:

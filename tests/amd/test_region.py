@@ -1,6 +1,5 @@
 """The fused region: the machine code that a launch on gfx942 and gfx950 would run, executed."""
 
-import dataclasses
 import itertools
 from unittest import mock
 
@@ -33,14 +32,15 @@ MORE = [
     (64, 128, "fp8", "neox", {}),
 ]
 TOKENS, HEADS = (1, 2, 7, 16, 31, 64, 100, 256), (8, 16, 48, 128)
-OTHER_WIDTHS = [
-    Widths(*each) for each in ((192, 64, 512), (100, 32, 192), (64, 64, 256), (128, 0, 512))
-]
-OTHER_PLANS = (
-    Plan(block_m=64, m_tiles=4),
-    Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rest_last=True),
-    Plan(block_m=32, block_n=128, num_warps=8, rope_rows=64, cache_tokens=8),
-)
+# What else may differ from a layer of DeepSeek's and its default plan.
+UNUSUAL = [
+    *({"nope": nope, "rope": rope, "latent": latent, "block_size": 16}
+      for nope, rope, latent in ((192, 64, 512), (100, 32, 192), (64, 64, 256), (128, 0, 512))),
+    {"act": torch.float16}, {"act": torch.float32},
+    {"plan": Plan(block_m=64, m_tiles=4)},
+    {"plan": Plan(block_m=64, block_n=256, m_tiles=2, num_warps=8, rest_last=True)},
+    {"plan": Plan(block_m=32, block_n=128, num_warps=8, rope_rows=64, cache_tokens=8)},
+]  # fmt: skip
 targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
 
@@ -113,27 +113,9 @@ def test_every_shape(target, tokens, heads, kind):
 @pytest.mark.nightly
 @targets
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
-@pytest.mark.parametrize("tokens", [1, 5, 64])
-@pytest.mark.parametrize("widths", OTHER_WIDTHS, ids=named)
-def test_other_widths(target, widths, tokens, kind):
-    case = region.case(target, tokens, 8, kind, "neox" if widths.rope else "none", block_size=16)
-    region.check(target, region.build(dataclasses.replace(case, **widths._asdict())))
-
-
-@pytest.mark.nightly
-@targets
-@pytest.mark.parametrize("act", [torch.float16, torch.float32])
-def test_other_activations(target, act):
-    fp8 = region.FP8[target]
-    for query, cache in ((act, act), (fp8, fp8)):
-        more = {"act": act, "query": query, "kv": cache}
-        region.check(target, made(target, 20, 8, "fp8", "neox", more))
-
-
-@pytest.mark.nightly
-@targets
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
-@pytest.mark.parametrize("number", range(len(OTHER_PLANS)))
-def test_other_plans(target, number, kind):
-    call = made(target, 100, 8, kind, "gptj", {})
-    region.check(target, call, BACKWARDS, plan=OTHER_PLANS[number])
+@pytest.mark.parametrize("tokens", [5, 100])
+@pytest.mark.parametrize("unusual", UNUSUAL, ids=lambda each: str(next(iter(each.items()))))
+def test_unusual_widths_types_and_plans(target, unusual, tokens, kind):
+    more = dict(unusual)
+    plan, rope = more.pop("plan", None), "gptj" if more.get("rope", 64) else "none"
+    region.check(target, made(target, tokens, 8, kind, rope, more), BACKWARDS, plan=plan)

@@ -49,7 +49,7 @@ def arguments(query_lens, seq_lens, page=16, v_head_dim=64, rope=16, **options):
     g = torch.Generator().manual_seed(len(query_lens) + page)
     batch, width = len(seq_lens), v_head_dim + rope
     fields = {"max_batch": batch + 1, "max_query_len": max(1, *query_lens)}
-    plan = plan_for(**fields, v_head_dim=v_head_dim, **options)
+    plan = plan_for(v_head_dim=v_head_dim, **fields | options)
     refresh(plan, query_lens, seq_lens)
     for partial in (plan.partial_output, plan.partial_lse):
         partial.fill_(torch.nan)
@@ -76,32 +76,32 @@ def exact(x, scale):
     return x.double() * (scale.double() if x.dtype.itemsize == 1 else 1)
 
 
-def attention(q, keys, latent, sink=None, of=torch.clone):
+def attention(q, keys, latent, sink=None, scale=SCALE):
     """One row of queries [H, D] over keys [N, D], float64: output [H, latent] and LSE [H].
 
-    Without keys: zeros, and -inf. The output is the mean of `of(values)`.
+    Without keys: zeros, and -inf.
     """
-    scores = SCALE * q @ keys.T
+    scores = scale * q @ keys.T
     lse = scores.logsumexp(-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.double())
-    return (scores - total[:, None]).exp() @ of(keys[:, :latent]), lse
+    return (scores - total[:, None]).exp() @ keys[:, :latent], lse
 
 
-def definition(given, query_lens, seq_lens, of=torch.clone):
-    """(out [T, H, L], lse [T, H]) of a decode in float64, one query row at a time.
+def definition(given, query_lens, seq_lens, latent=None):
+    """(out [T, H, latent], lse [T, H]) of a decode in float64, one query row at a time.
 
-    The output is the mean of `of(values)`.
+    given: arguments of `persistent_mla_decode`. latent: the plan's, unless another is given.
     """
-    latent = given["plan"].settings.v_head_dim
-    queries = iter(exact(given["q"], given["q_scale"]))
-    cache = exact(given["kv_cache"], given["kv_scale"])
+    latent = latent or given["plan"].settings.v_head_dim
+    queries = iter(exact(given["q"], given.get("q_scale")))
+    cache = exact(given["kv_cache"], given.get("kv_scale"))
     page, results = cache.shape[1], []
     for blocks, rows, length in zip(given["block_table"], query_lens, seq_lens, strict=True):
         at = torch.arange(length)
         keys = cache[blocks[at // page].long(), at % page]
         for hidden in range(rows - 1, -1, -1):
             seen = keys[: max(0, length - hidden)]
-            results.append(attention(next(queries), seen, latent, of=of))
+            results.append(attention(next(queries), seen, latent, scale=given["softmax_scale"]))
     out, lse = zip(*results, strict=True)
     return torch.stack(out), torch.stack(lse)
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from mla_fusion import attention
-from mla_fusion.attention.aiter import planner as planner_aiter
-from mla_fusion.attention.plan import planner
 from mla_fusion.attention.plan.buffers import AITER_BUFFERS
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.measure.distances import distance
@@ -202,22 +200,12 @@ def test_a_decode_that_is_refused(use, published, options, why):
         attention.persistent_mla_decode(**arguments(), **options)
 
 
-def test_aiter_plans_where_it_was_asked_for(use):
-    """And where it is slower."""
-    use("gfx950")
-    for changes in ({}, {"num_heads": 16, "max_query_len": 1, "max_batch": 32}):
-        plan = allocate(**changes)
-        assert plan.planner is planner_aiter and plan.layout.padded == 16
-    assert allocate(planner="portable").planner is planner
-
-
 @pytest.mark.parametrize(
     "changes, why",
     [
         ({"planner": "auto"}, "planner must be .portable. or .aiter."),
         ({"max_query_len": 5}, "queries of 5"),
         ({"ctas": 8}, "only the portable planner takes ctas"),
-        ({"kv_granularity": 24}, "power of two as kv_granularity, got 24"),
         ({"v_head_dim": 256}, "kernels for latents of 512, not 256"),
     ],
 )

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from mla_fusion.attention import Epilogue, persistent_mla_decode
-from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.reference import power_of_two
 from mla_fusion.measure.distances import distance, steps
-from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16, arguments, definition, plan_for, refresh
 
 HEADS, LATENT, VALUES = 4, 64, 32
@@ -146,7 +144,16 @@ def test_the_latents_are_of_the_type_of_w_uv():
 triton = pytest.importorskip("triton")
 from mla_fusion.attention import triton as provider  # noqa: E402
 from mla_fusion.attention.hopper import cards  # noqa: E402
-from mla_fusion.attention.triton import decode_kernel, reduce_kernel  # noqa: E402
+from mla_fusion.attention.triton import reduce_kernel  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("heads", "most", "batches"),
+    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17, 33]), (128, 16, [1, 2, 5])],
+)
+def test_a_warm_up_without_an_epilogue_runs_every_reduction(heads, most, batches):
+    plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
+    assert provider.warm_up_batches(plan, None) == batches
 
 
 @pytest.mark.parametrize(("heads", "most"), [(64, 40), (20, 80)])
@@ -168,24 +175,3 @@ def test_a_warm_up_runs_every_launch(heads, most):
         assert set(launches(rows, batches)) == set(launches(rows, range(1, most + 1)))
     quantized = {8, 16, 32, 64, "torch"}
     assert {*launches(3, batches)} >= {(2 * cards.PRODUCT_SIZE, each) for each in quantized}
-
-
-def test_the_launches(monkeypatch):
-    """The decode, the reduction, and on a GPU that is not Hopper's `torch.bmm`."""
-    kernels = (decode_kernel, "mla_decode_triton"), (reduce_kernel, "mla_reduce")
-    made = [decodes.Launches(getattr(*each).arg_names) for each in kernels]
-    for each, launches in zip(kernels, made, strict=True):
-        monkeypatch.setattr(*each, launches)
-    plan = plan_for(max_batch=64, num_heads=HEADS, v_head_dim=LATENT, ctas=132)
-    refresh(plan, [1] * 8, [9] * 8, 8)
-    q, table = torch.zeros(8, HEADS, 80, dtype=BF16), torch.zeros(8, 9).int()
-    out = torch.full((8, WIDTH), torch.nan, dtype=BF16)
-    latents = torch.ones(8, HEADS, LATENT, dtype=BF16)
-    given = Inputs(
-        q, torch.zeros(9, 16, 80, dtype=BF16), plan, table, 0.1, None, None, latents, None,
-        Epilogue(layer(), out),
-    )  # fmt: skip
-    provider.launch(given)
-    assert all(len(each.grids) == 1 for each in made) and not plan.fresh
-    want = layer().double().sum(1).flatten()
-    torch.testing.assert_close(out[5].double(), want, rtol=0.01, atol=0.05)

@@ -2,47 +2,18 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
 from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.plan import layouts
 from mla_fusion.attention.sparse import Scope, sparse_mla_decode, sparse_scratch
 from tests.attention import decodes
 from tests.attention.decodes import BF16, FN, FNUZ, FP16
 from tests.attention.packed_cases import Inputs, random_case
-from tests.attention.pages import V4, V32, WIDTH, Cache
+from tests.attention.pages import V4, V32, Cache
 
 LAYOUTS = pytest.mark.parametrize("layout", [V32, V4], ids=["v3.2", "v4"])
-
-
-def filled(layout, page=4, gap=0, fnuz=False):
-    """A cache of five blocks with every third slot written."""
-    rng = np.random.default_rng(page)
-    cache = Cache(layout, 5, page, fnuz, gap)
-    for slot in range(0, 5 * page, 3):
-        cache.write(slot, rng.normal(size=WIDTH[layout]), rng)
-    return cache
-
-
-@LAYOUTS
-@pytest.mark.parametrize("fnuz", [False, True], ids=["fn", "fnuz"])
-@pytest.mark.parametrize("page, gap", [(1, 0), (4, 0), (4, 1156), (64, 32)])
-def test_keys_are_those_that_were_written(layout, page, gap, fnuz):
-    cache = filled(layout, page, gap, fnuz)
-    slots = torch.tensor(sorted(cache.keys, reverse=True))
-    got = layouts.read_keys(cache.tensor(), slots, layout, FNUZ if fnuz else FN)
-    assert got.shape == (len(slots), layout.width) == (len(slots), WIDTH[layout])
-    want = np.stack([cache.keys[int(slot)] for slot in slots])
-    np.testing.assert_allclose(got.double().numpy(), want, rtol=1e-7, atol=0)
-
-
-@LAYOUTS
-def test_entries_that_were_not_written_are_nan(layout):
-    got = layouts.read_keys(filled(layout).tensor(), torch.tensor([1, 2, 4]), layout, FN)
-    assert got.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +66,7 @@ TABLE = torch.zeros(2, 4, dtype=torch.int32)
 
 @LAYOUTS
 def test_what_does_not_fit_is_refused(scratch, layout):
-    cache, size, width = filled(layout).tensor(), layout.bytes, layout.width
+    cache, size, width = Cache(layout, 5, 4).tensor(), layout.bytes, layout.width
     given = cache, TABLE, layout
     decode(scratch(), given, width=width)
     decode(scratch(kv_dtype=FNUZ), given, width=width)

@@ -196,10 +196,7 @@ class TestPlan:
             ({"max_batch": 0}, "max_batch must be at least 1"),
             ({"num_heads": 16.0}, "num_heads must be a whole number, got 16.0"),
             ({"max_query_len": True}, "max_query_len must be a whole number, got True"),
-            (
-                {"q_dtype": "bfloat16"},
-                "q_dtype must be a type such as torch.bfloat16, got 'b",
-            ),
+            ({"q_dtype": "bfloat16"}, "q_dtype must be a type such as torch.bfloat16, got 'b"),
             ({"q_dtype": torch.int32}, "q_dtype must be bf16, fp16, fp32 or fp8, got torch.int32"),
             ({"kv_dtype": torch.float64}, "kv_dtype must be bf16, fp16, fp32 or fp8"),
             ({"device": None}, "device must be one such as 'cuda' or 'cpu', got None"),

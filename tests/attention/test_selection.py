@@ -10,8 +10,6 @@ BF16, FN, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
 VERDICTS = [
     # heads, query length, query, cache, architecture, part of the reason
     (16, 1, BF16, BF16, "", "kernels for gfx942 and gfx950"),
-    (16, 1, torch.float16, BF16, "gfx942", "no kernel takes a torch.float16 query"),
-    (16, 1, FNUZ, BF16, "gfx942", "over a torch.bfloat16 cache"),
     (16, 1, FN, FN, "gfx942", "computes in torch.float8_e4m3fnuz"),
     (144, 1, BF16, BF16, "gfx942", "more than the 128"),
     (128, 1, FNUZ, FNUZ, "gfx942", "faults on gfx942"),
@@ -20,7 +18,6 @@ VERDICTS = [
     (16, 5, FNUZ, FNUZ, "gfx942", "queries of 5"),
     (64, 2, FNUZ, FNUZ, "gfx942", ""),  # folded to 16 heads
     (16, 1, BF16, FN, "gfx950", "no persistent bf16 over fp8 kernel"),
-    (64, 1, BF16, FNUZ, "gfx942", "no persistent bf16 over fp8 kernel for 64 heads"),
 ]
 
 

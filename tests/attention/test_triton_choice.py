@@ -22,6 +22,7 @@ from tests.gpus import imitate
 
 # Kernel, query rows and warps of a program.
 SPECIALIZED, STEP = ("hopper.warp_specialized", 64, 4), ("hopper.decode", 64, 8)
+PORTABLE = "triton.decode_kernel", 16, 4
 FEW, MANY = "hopper.sparse_fp8", "hopper.sparse_specialized"
 DRAFTS = {"max_query_len": 4}
 
@@ -81,13 +82,25 @@ def sparse(given):
         ((8, 40, 576), {"max_query_len": 2}, STEP),
         # No rows to describe to the copy engine.
         ((0, 64, 576), {}, STEP),
+        # An MI300X: the kernel for CDNA does not take all types and widths.
+        ((8, 16, 576), {"arch": "gfx942", "dtype": FN}, ("cdna.decode", 16, 4, 3)),
+        ((8, 16, 576), {"arch": "gfx942"}, ("cdna.decode", 16, 4, 2)),
+        ((8, 16, 576), {"arch": "gfx942", "dtype": FN, "page": 1}, ("cdna.decode", 16, 4, 2)),
+        ((8, 128, 576), {"arch": "gfx942"}, ("cdna.decode", 32, 4, 1)),
+        ((8, 128, 576), {"arch": "gfx942", "dtype": FN}, ("cdna.decode", 32, 4, 2)),
+        ((8, 16, 576), {"arch": "gfx942", "dtype": FP16}, PORTABLE),
+        ((8, 16, 544), {"arch": "gfx942"}, PORTABLE),
     ],
 )  # fmt: skip
-def test_the_kernel_of_a_decode(q, options, wanted):
+def test_the_kernel_of_a_decode(monkeypatch, q, options, wanted):
+    options = dict(options)
+    imitate(monkeypatch, options.pop("arch", "sm_90"))
     given = inputs(q, **options)
     assert chosen(given) == wanted
     if wanted is STEP:
         assert hopper_cards.warp_specialized(given).detail.startswith(("it copies", "it takes"))
+    if wanted is PORTABLE:
+        assert cdna_cards.decode(given).detail.startswith(("it takes", "it multiplies"))
 
 
 def test_other_scales_types_and_strides():
@@ -148,46 +161,12 @@ def test_another_gpu(monkeypatch, arch):
     assert settings["ctas"] == (10 if arch == "gfx90a" else 20)
 
 
-@pytest.fixture
-def cdna(monkeypatch):
-    """An MI300X, as far as the choice asks."""
+def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(monkeypatch):
     imitate(monkeypatch, "gfx942")
-
-
-@pytest.mark.parametrize(
-    ("q", "options", "wanted"),
-    [
-        ((8, 16, 576), {"dtype": FN}, ("cdna.decode", 16, 4, 3)),
-        ((8, 16, 576), {}, ("cdna.decode", 16, 4, 2)),
-        ((8, 16, 576), {"dtype": FN, "page": 1}, ("cdna.decode", 16, 4, 2)),
-        ((8, 128, 576), {}, ("cdna.decode", 32, 4, 1)),
-        ((8, 128, 576), {"dtype": FN}, ("cdna.decode", 32, 4, 2)),
-        # Types, widths and strides that it does not take.
-        ((8, 16, 576), {"dtype": FP16}, ("triton.decode_kernel", 16, 4)),
-        ((8, 16, 544), {}, ("triton.decode_kernel", 16, 4)),
-    ],
-)  # fmt: skip
-def test_the_kernel_for_cdna(cdna, q, options, wanted):
-    given = inputs(q, **options)
-    assert chosen(given) == wanted
-    if wanted[0] != "cdna.decode":
-        assert cdna_cards.decode(given).detail.startswith(("it takes", "it multiplies"))
-
-
-def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(cdna):
     given = inputs((8, 16, 576))
     assert chosen(sparse(given))[0] == "triton.decode_kernel"
     apart = torch.empty(8, 16, 580, dtype=BF16, device="meta")[..., :576]
     assert chosen(dataclasses.replace(given, q=apart))[0] == "triton.decode_kernel"
-
-
-@pytest.mark.parametrize(
-    ("heads", "rows", "dtype", "ctas"),
-    [(16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5), (8, 3, FN, 20)],
-)
-def test_plans_for_cdna(cdna, heads, rows, dtype, ctas):
-    """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
-    assert choice.plan_settings(heads, rows, dtype, 576, "cuda")["ctas"] == ctas
 
 
 @pytest.mark.parametrize(
@@ -214,6 +193,14 @@ def test_plans_for_hopper(heads, rows, dtype, width, ctas):
     assert (settings["ctas"], settings["overhead"]) == (ctas, 3 if wide_tiles else 4)
     wide = (heads, rows) == (128, 1) and ctas == 5
     assert settings.get("heads_per_work") == (128 if wide else None)
+
+
+def test_plans_for_cdna(monkeypatch):
+    """As many programs as fit ten CUs: one to three waves a SIMD, of one or two row blocks."""
+    imitate(monkeypatch, "gfx942")
+    for *of, ctas in ((16, 1, FN, 30), (16, 1, BF16, 20), (128, 1, FN, 10), (128, 1, BF16, 5),
+                      (8, 3, FN, 20)):  # fmt: skip
+        assert choice.plan_settings(*of, 576, "cuda")["ctas"] == ctas, of
 
 
 def test_plans_for_byte_caches(monkeypatch):

@@ -1,5 +1,6 @@
 """How the Triton decode is launched on a GPU, only from shapes, and what it refuses before."""
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -67,16 +68,6 @@ def test_tiles_in_several_pages_are_copied_by_threads(strange):
     assert cache_boxes(strange, (512, 64))[2] == 0
 
 
-@pytest.mark.parametrize(
-    ("heads", "most", "batches"),
-    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17, 33]), (128, 16, [1, 2, 5]),
-     (128, 1, [1])],
-)  # fmt: skip
-def test_a_warm_up_compiles_every_reduction(heads, most, batches):
-    plan = plan_for(max_batch=most, num_heads=heads, ctas=132)
-    assert provider.warm_up_batches(plan, None) == batches
-
-
 def launch(plan, batch, refreshed=True):
     """One decode of `batch` sequences, if so after a refresh of the plan."""
     if refreshed:
@@ -112,54 +103,40 @@ def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):
     assert [given["fresh"] for given in decodes.arguments] == [1, 0, 0, 1, 0, 0]
 
 
-E5M2 = torch.float8_e5m2
+TYPES = BF16, FP16, FP32, FN, FNUZ, torch.float8_e5m2
 TAKEN = {
     (BF16, BF16), (FP16, FP16), (FN, FN), (FNUZ, FNUZ),
     (BF16, FN), (BF16, FNUZ), (FP16, FN), (FP16, FNUZ),
 }  # fmt: skip
+WIDTHS = [*itertools.product((*range(64, 1025, 64), 16), (32, 64, 96, 128))]
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """The arguments of each launch, which is not made."""
-    made: list[Any] = []
+def test_types_and_widths_that_are_taken():
+    for types in itertools.product(TYPES, TYPES):
+        assert (not provider.unsupported(*types, 512, 64)) == (types in TAKEN), types
+    assert not any(provider.unsupported(BF16, BF16, *widths) for widths in WIDTHS)
+
+
+@pytest.mark.parametrize(
+    ("types", "latent", "rope", "why"),
+    [
+        ((BF16, FN), 16, 32, ""), ((FP16, FP16), 1024, 128, ""),
+        ((FP16, BF16), 512, 64, "got torch.float16 over torch.bfloat16"),
+        ((BF16, BF16), 1088, 64, "a kv_lora_rank that is a multiple of 16 up to 1024, not 1088"),
+        ((BF16, BF16), 200, 64, "a kv_lora_rank that is a multiple of 16 up to 1024, not 200"),
+        ((BF16, BF16), 512, 0, "a qk_rope_head_dim that is a multiple of 16 up to 128, not 0"),
+        ((BF16, BF16), 512, 192, "a qk_rope_head_dim that is a multiple of 16 up to 128, not 192"),
+    ],
+)  # fmt: skip
+def test_a_decode_that_is_not_taken_is_not_launched(monkeypatch, types, latent, rope, why):
+    launches: list[Any] = []
     attention.get_provider.cache_clear()
     monkeypatch.setattr(provider, "require", lambda: None)
-    monkeypatch.setattr(provider, "launch", lambda *args: made.append(args))
-    return made
-
-
-def decode_of(q_dtype, kv_dtype, **widths):
-    given = arguments([1], [3], q_dtype=q_dtype, kv_dtype=kv_dtype, **widths)
-    out = torch.empty(1, 20, given["plan"].settings.v_head_dim, dtype=BF16)
-    attention.persistent_mla_decode(**given, out=out, provider="triton")
-
-
-@pytest.mark.parametrize("kv_dtype", [BF16, FP16, FP32, FN, FNUZ, E5M2])
-@pytest.mark.parametrize("q_dtype", [BF16, FP16, FP32, FN, FNUZ, E5M2])
-def test_types(launches, q_dtype, kv_dtype):
-    if (q_dtype, kv_dtype) in TAKEN:
-        decode_of(q_dtype, kv_dtype)
-        assert len(launches) == 1
-        return
-    with pytest.raises(ValueError, match=f"got {q_dtype} over {kv_dtype}; convert, or use"):
-        decode_of(q_dtype, kv_dtype)
-    assert not launches
-
-
-@pytest.mark.parametrize("latent, rope", [(1088, 64), (200, 64), (512, 0), (512, 192)])
-def test_widths_that_are_refused(launches, latent, rope):
-    why = f"a kv_lora_rank that is a multiple of 16 up to 1024, not {latent}"
-    if latent == 512:
-        why = f"a qk_rope_head_dim that is a multiple of 16 up to 128, not {rope}"
-    with pytest.raises(ValueError, match=f"{why}; convert, or use provider 'reference'"):
-        decode_of(BF16, BF16, v_head_dim=latent, rope=rope)
-    assert not launches
-
-
-def test_widths_that_are_taken(launches):
-    for latent, rope in itertools.product((*range(64, 1025, 64), 16), (32, 64, 96, 128)):
-        assert not provider.unsupported(BF16, BF16, latent, rope)
-    for latent, rope in ((16, 32), (1024, 128)):
-        decode_of(BF16, BF16, v_head_dim=latent, rope=rope)
-    assert len(launches) == 2
+    monkeypatch.setattr(provider, "launch", launches.append)
+    kinds = dict(zip(("q_dtype", "kv_dtype"), types, strict=True))
+    given = arguments([1], [3], v_head_dim=latent, rope=rope, **kinds)
+    given |= {"out": torch.empty(1, 20, latent, dtype=BF16), "provider": "triton"}
+    refused = pytest.raises(ValueError, match=f"{why}; convert, or use provider 'reference'")
+    with refused if why else contextlib.nullcontext():
+        attention.persistent_mla_decode(**given)
+    assert bool(launches) != bool(why)

@@ -1,7 +1,6 @@
 """What the engines of these tests do, in a process of `mla_fusion.cli.child`.
 
-Each runs vLLM's piecewise backend with graph partition and a compile range for the decode bucket,
-the prerequisites of the flag, so that runs with the flag and without compare.
+Each runs vLLM's piecewise backend, so that runs with the flag and without compare.
 """
 
 import importlib
@@ -22,7 +21,8 @@ PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 def serve(job, progress):
     """Build the engines of a job, then run its prompts in one after the other.
 
-    Options: flag; custom_pass (the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
+    Options: flag; one_graph (vLLM compiles all in one graph, with a range for the bucket);
+    custom_pass (the same, and the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
     (whose measurements this library asks for; Inductor gets what it does for a GPU); fp8_ops
     (imitate the quantizations that a CPU build lacks); engines (how many); flags (in place of flag:
     one for each engine, which serves at once, and again after all others); processes ("spawn" or
@@ -86,9 +86,7 @@ def _arguments(options):
     compilation = {
         "mode": 3,
         "backend": "inductor",
-        "use_inductor_graph_partition": True,
         "compile_sizes": [],
-        "compile_ranges_endpoints": [options.get("bucket", BUCKET)],
         "pass_config": {"fuse_rope_kvcache_cat_mla": False},
     }
     arguments = {"max_num_seqs": BUCKET, "compilation_config": compilation}
@@ -97,6 +95,9 @@ def _arguments(options):
         chosen = {"provider": "reference"}
         chosen |= {name: options[name] for name in NAMED if name in options}
         arguments["additional_config"] = {config.OPTIONS_KEY: chosen}
+    if options.keys() & {"one_graph", "custom_pass"}:
+        compilation["use_inductor_graph_partition"] = True
+        compilation["compile_ranges_endpoints"] = [options.get("bucket", BUCKET)]
     if options.get("custom_pass"):
         from vllm.config import CompilationConfig
 
@@ -131,7 +132,7 @@ def _configure_cpu(method):
 
 
 def _record_graphs():
-    """The printed code of every graph after all passes, by its token range."""
+    """The printed code of all pieces of a graph after all passes, by its token range."""
     from vllm.compilation.passes import pass_manager
     from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
@@ -151,15 +152,17 @@ def _record_graphs():
     def call(self, graph):
         original(self, graph)
         r = get_pass_context().compile_range
-        graphs[f"{r.start}-{r.end}"] = graph.python_code("self").src
+        name = f"{r.start}-{r.end}"
+        graphs[name] = graphs.get(name, "") + graph.python_code("self").src
 
     pass_manager.PostGradPassManager.__call__ = call
     return graphs
 
 
 def _record_kernels():
-    """By token range: the sources of the kernels that Inductor made, what its code calls in order,
-    and its threshold for values that are stored. Buffers have other numbers in each run."""
+    """By token range: the sources of the kernels that Inductor made for all pieces, what their code
+    calls in order, and the threshold for values that are stored. Buffers have other numbers in each
+    run."""
     from torch._inductor import config as inductor
     from torch._inductor.graph import GraphLowering
     from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -173,7 +176,10 @@ def _record_kernels():
             return
         sources = re.findall(r"r?'''(.*?)'''", code, re.DOTALL)
         calls = re.findall(r"^ +(?:\w+ = )?([\w.]+)\(", code, re.MULTILINE)
-        kernels[f"{r.start}-{r.end}"] = sources, calls, inductor.realize_reads_threshold
+        name = f"{r.start}-{r.end}"
+        before = kernels.get(name, ([], []))
+        known = before[0] + sources, before[1] + calls
+        kernels[name] = (*known, inductor.realize_reads_threshold)
 
     GraphLowering.save_output_code = staticmethod(save)
     return kernels

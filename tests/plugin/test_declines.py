@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from mla_fusion import attention, config
 from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.plugin import decode_graph
 from mla_fusion.report import reasons
 from mla_fusion.report.reasons import Decline
 from tests import aiter_double
@@ -19,7 +20,6 @@ from tests.plugin.configs import CHARGED, FLAG_ON, decided, drafted, warnings
 DECLINES = {
     "no-mla": {"model": "llama"},
     "not-compiled": {"enforce_eager": True},
-    "graph-partition": {"compilation": {"use_inductor_graph_partition": False}},
     "functionalization-v2": {
         "compilation": {"inductor_compile_config": {"enable_auto_functionalized_v2": True}}
     },
@@ -175,7 +175,7 @@ class TestDeclines:
         from vllm.config import set_current_vllm_config
 
         options = {"mla_fusion": {"provider": "reference", "attention": "portable"}}
-        made = make(FLAG_ON, options=options, speculative_config=drafted(3))
+        made = decode_graph.config_of(make(FLAG_ON, options=options, speculative_config=drafted(3)))
         with set_current_vllm_config(made):
             manager = PostGradPassManager()
             manager.configure(made)

@@ -11,27 +11,39 @@ from vllm.config.utils import Range, replace
 
 from mla_fusion import config, ops
 from mla_fusion.config import vllm_compat
-from mla_fusion.plugin import compilation, decision
+from mla_fusion.plugin import compilation, decision, decode_graph
 from tests.plugin.configs import CHARGED, FLAG_ON, REFERENCE, drafted, warnings
 
 
 class TestWhatItSwitchesOn:
-    def test_prerequisites_with_a_line_of_what_prefill_gets_too(self, make, caplog, monkeypatch):
+    def test_vllms_graph_stays_as_it_is_beside_one_for_decode_steps(
+        self, make, caplog, monkeypatch
+    ):
         # A logger of its own: vLLM sets the levels of those below it anew while it starts.
         caplog.set_level(logging.DEBUG, logger="apart")
         monkeypatch.setattr(decision, "logger", logging.getLogger("apart"))
-        made = make(FLAG_ON)
-        compilation = made.compilation_config
-        assert compilation.mode == 3
-        assert compilation.use_inductor_graph_partition
-        assert 4 in compilation.compile_ranges_endpoints
-        assert set(ops.RUNTIME_OPS) <= set(compilation.splitting_ops)
+        made, alone = make(FLAG_ON), make(options={})
+        for name in ("compile_ranges_endpoints", "use_inductor_graph_partition"):
+            asked = [getattr(each.compilation_config, name) for each in (made, alone)]
+            assert asked[0] == asked[1]
+        assert not {*ops.RUNTIME_OPS} & {*made.compilation_config.splitting_ops}
         said = [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "apart"]
         for word in ("VLLM_COMPILE", "up to 4 tokens"):
             assert [word in line for _, line in said].count(True) == 1, (word, said)
-        partition = f"{config.FLAG} sets for the whole engine, prefill included: {config.PARTITION}"
-        lines = [line for level, line in said if level > logging.DEBUG]
-        assert lines == [f"mla-fusion: {partition}"]
+        assert {level for level, _ in said} == {logging.DEBUG}
+        decode = decode_graph.config_of(made).compilation_config
+        assert decode.use_inductor_graph_partition and decode.compile_ranges_endpoints == [4]
+        assert decode.splitting_ops == [*made.compilation_config.splitting_ops, *ops.RUNTIME_OPS]
+
+    @pytest.mark.parametrize(
+        "asked", [{"use_inductor_graph_partition": True}, {"splitting_ops": []}]
+    )
+    def test_the_passes_run_in_one_graph_that_an_operator_asked_for(self, make, asked):
+        made = make(FLAG_ON, asked)
+        assert not decode_graph.applies(made)
+        assert made.compilation_config.compile_ranges_endpoints == [4, 2048]
+        ours = {*ops.RUNTIME_OPS} <= {*made.compilation_config.splitting_ops}
+        assert ours is ("splitting_ops" not in asked)
 
     @pytest.mark.parametrize(
         ("gpu", "flag", "last", "given", "became"),
@@ -46,12 +58,15 @@ class TestWhatItSwitchesOn:
     def test_sums_of_the_residual_stream_are_stored_in_the_bucket_on_gpus(
         self, make, monkeypatch, gpu, flag, last, given, became
     ):
-        made = make(flag, {"inductor_compile_config": given}).compilation_config
-        options = made.inductor_compile_config
+        made = make(flag, {"inductor_compile_config": given})
+        options = made.compilation_config.inductor_compile_config
         before = dict(options)
         monkeypatch.setattr(vllm_compat, "is_gpu", lambda: gpu)
-        for_range = compilation.for_range(options, made.pass_config, Range(1, last))
+        decode = decode_graph.config_of(made).compilation_config
+        for_range = compilation.for_range(options, decode, Range(1, last))
         assert for_range == {**before, **became} and options == before
+        alone = compilation.for_range(options, made.compilation_config, Range(1, last))
+        assert alone == before
 
     @pytest.mark.parametrize(
         "seqs, drafts, override, bucket",
@@ -61,8 +76,8 @@ class TestWhatItSwitchesOn:
         pass_config = {**FLAG_ON, config.THRESHOLD: override}
         made = make(pass_config, max_num_seqs=seqs, speculative_config=drafted(drafts))
         assert config.decode_bucket(made) == bucket
-        # A bucket as large as the batch, 2048 tokens, adds none.
-        assert made.compilation_config.compile_ranges_endpoints == sorted({bucket, 2048})
+        decode = decode_graph.config_of(made).compilation_config
+        assert decode.get_compile_ranges() == [Range(1, bucket)]
 
     @pytest.mark.parametrize(
         "seqs, drafts, sizes, bucket",
@@ -159,7 +174,8 @@ class TestWhatItSwitchesOn:
         assert said == [True] * (given and ranks == 2)
 
     def test_endpoints_of_the_operator_stay(self, make):
-        made = make(FLAG_ON, {"compile_ranges_endpoints": [32]})
+        asked = {"compile_ranges_endpoints": [32], "use_inductor_graph_partition": True}
+        made = make(FLAG_ON, asked)
         assert {4, 32} <= set(made.compilation_config.compile_ranges_endpoints)
 
 

@@ -13,21 +13,13 @@ import pytest
 import torch
 
 from mla_fusion import plugin
+from mla_fusion.kernels import reference
 from mla_fusion.runtime import sparse_step
 from tests.sparse import layers
 
 plugin.register()
 
 CLASS = "vllm.models.deepseek_v32.nvidia.model"
-
-
-def rotate(x, positions, table):
-    """GPT-J rotation of x [T, .., 64] by rows of [cos | sin]."""
-    cos, sin = table[positions].to(x.dtype).chunk(2, -1)
-    cos, sin = (part.view(len(x), *[1] * (x.dim() - 2), -1) for part in (cos, sin))
-    first, second = x[..., ::2], x[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(turned, -1).flatten(-2)
 
 
 def norm_rope(
@@ -37,7 +29,7 @@ def norm_rope(
     assert not named["has_indexer"]
     norm, (latent, rotated) = torch.nn.functional.rms_norm, (named["kv_c_out"], named["k_pe_out"])
     latent.copy_(norm(kv_c, kv_c.shape[1:], kv_weight, kv_eps))
-    rotated.copy_(rotate(k_pe, positions, table))
+    rotated.copy_(reference.rotate(k_pe, positions, table, is_neox=False))
     if (cache := named["mla_kv_cache"]) is not None:
         slots = named["slot_mapping"]
         cache[slots // cache.shape[1], slots % cache.shape[1]] = torch.cat((latent, rotated), -1)
@@ -47,7 +39,8 @@ def norm_rope(
 def q_rope(positions, q_pe, table, *rest, **named):
     """`fused_q` of a layer without indexer and with a bf16 query."""
     assert not named["has_indexer"] and not named["quantize_mqa"]
-    return None, None, rotate(q_pe, positions, table)
+    rotated = reference.rotate(q_pe, positions, table, is_neox=False)
+    return None, None, rotated.to(q_pe.dtype)
 
 
 @pytest.fixture

@@ -78,16 +78,6 @@ def test_a_decode_step_is_attention_over_what_vllm_reads(engine, make, monkeypat
     close(decoded(impl, step, step.parts()), step.expected)
 
 
-def test_everything_but_the_decode_is_vllms(make):
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    backend = AttentionBackendEnum.CUSTOM.get_class()
-    assert backend.get_name() == "ROCM_AITER_MLA_SPARSE"
-    assert ".".join(backend.full_cls_name()) == AttentionBackendEnum.CUSTOM.get_path()
-    assert backend.get_builder_cls().__name__ == "ROCMAiterMLASparseMetadataBuilder"
-    assert backend.get_impl_cls().__bases__ == (vllm_compat.sparse_backend()[1],)
-
-
 def test_a_replay_reads_the_lengths_and_positions_of_its_step(engine, make):
     """A captured graph calls with the tensors of its capture; vLLM writes them anew, and pads with
     requests that have no tokens, whose rows are zero."""
@@ -144,21 +134,6 @@ def test_a_decode_allocates_nothing(engine, make, monkeypatch, cache):
     assert not memory.seen
     assert calls == ["refresh", *["concat_mla_q", slots, "launch"] * 2]
     assert [tensor.data_ptr() for tensor in impl.mla_fusion_step.tensors()] == before
-
-
-def test_layers_share_what_they_decode_with(engine, make):
-    first, second, other = make(), make(), make("fp8")
-    load(engine, first, second, other)
-    assert first.mla_fusion_step is second.mla_fusion_step is not other.mla_fusion_step
-    assert other.mla_fusion_step.scratch.plan.settings.kv_dtype == vllm_compat.fp8_dtype()
-
-
-@pytest.mark.parametrize("batch", [Batch(((40, 1), (0, 9))), Batch(((9, 1),) * 17)], ids=str)
-def test_other_steps_are_vllms(engine, make, batch):
-    impl = make()
-    step = Step(engine, impl, batch, dense=True)
-    close(decoded(impl, step, step.parts()), step.expected)
-    assert impl.mla_fusion_step.scratch.plan.refreshes == 0
 
 
 DECLINES = {
