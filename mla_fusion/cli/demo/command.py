@@ -96,12 +96,19 @@ def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:
     flag = "on" if fuse else "off"
     print(f"  flag {flag}: {'fused decode' if fuse else 'vLLM as it is'}, starting an engine")
     began = time.perf_counter()
-    engine = {"model": str(model), "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 256}
+    engine: dict[str, Any] = {
+        "model": str(model),
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": 256,
+    }
     choose = random.Random(1)
     prompts = [(step, [choose.randrange(1024) for _ in range(n)]) for step, n in ARRIVALS]
+    if fuse:
+        engine |= child.flag_on(provider="reference")
+        # On a CPU vLLM compiles one graph of all layers: so the flag's values compare to the bit.
+        engine["compilation_config"]["use_inductor_graph_partition"] = True
     job = child.Job(
-        workdir=str(folder / flag), cache=str(folder.parent / _CACHE),
-        engine=engine | (child.flag_on(provider="reference") if fuse else {}),
+        workdir=str(folder / flag), cache=str(folder.parent / _CACHE), engine=engine,
         prompts=prompts, new_tokens=NEW_TOKENS, plugin=fuse,  # with the flag off it is stock vLLM
     )  # fmt: skip
     outcome = child.run(job)
