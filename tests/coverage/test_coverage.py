@@ -24,7 +24,8 @@ from tests.passes.graphs import copy as copy_graph
 
 VERSION = str(vllm.__version__).split("+")[0]
 # Of all classes on their default configuration: limits of the kernel.
-DECLINED = {page.TRANSFORMERS: {"computed-angles"}}
+# The first layer computes the angles, others get the cosines from the piece in front.
+DECLINED = {page.TRANSFORMERS: {"computed-angles", "unknown-rope"}}
 DRAFT_HEADS = ("glm4_moe_lite+mtp", "longcat_flash+mtp")  # which vLLM does not compile
 
 
