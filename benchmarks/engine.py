@@ -3,12 +3,14 @@
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
+    python benchmarks/engine.py short OUT.csv      the same for steps with a short prompt
+    python benchmarks/engine.py start OUT.csv      cold and warm starts of whole models
     python benchmarks/engine.py sparse OUT.csv     a sparse model with the backend CUSTOM
 
 Every engine runs in a process of its own. `fused` (attention `vllm`) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and vLLM's fuse_rope_kvcache_cat_mla). The exit status
 is 1 if a result is wrong. --plant adds an engine whose provider rotates for the next position,
-which must be found wrong. What `complete` and `sparse` measure: engine_complete.py and
+which must be found wrong. What the others measure: engine_complete.py, engine_start.py and
 engine_sparse.py.
 
 With block-fp8 weights `default` and `cat` are equal in every bit: vLLM's ops leave Inductor nothing
@@ -41,6 +43,7 @@ from engine_compare import layers_of
 from engine_complete import complete
 from engine_jobs import devices, job, run, write
 from engine_sparse import sparse
+from engine_start import start
 from engine_worker import KERNELS
 
 from mla_fusion.measure.records import environment
@@ -68,7 +71,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--jobs", type=int, default=4, help="`tokens`: engines at a time")
     parser.add_argument("--seconds", type=float, default=1e6, help="end engines after this time")
-    parser.add_argument("--arms", default="", help="`complete`, `sparse`: separated by commas")
+    parser.add_argument("--arms", default="", help="not of `tokens`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
@@ -260,7 +263,9 @@ def problems(name: str, ours: str, fused: dict[str, Any], asked: dict[str, Any])
     return found
 
 
-MEASURES = {"tokens": tokens, "complete": complete, "sparse": sparse}
+MEASURES = {
+    "tokens": tokens, "complete": complete, "short": complete, "sparse": sparse, "start": start
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`complete` of `benchmarks/engine.py`: steps of whole models, the arms in turns.
+"""`complete` and `short` of `benchmarks/engine.py`: steps of whole models, the arms in turns.
 
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
@@ -9,6 +9,8 @@ The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; the other
 memory for it, and their noise is the spread of the rounds. `--arms` may also name two unfused arms:
 `stored`, which is `cat` with the setting of Inductor that comes with the flag (docs/flags.md), and
 `native`, which with block-fp8 weights alone is a measure (see engine.py).
+
+`short` has steps with a prompt of 16 to 128 tokens: alone, behind a cached prefix, beside decodes.
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass, or the whole step of a prefill, batch 0, or with drafts of MTP) and their
@@ -26,7 +28,7 @@ import os
 import statistics
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import engine_compare
 import engine_model
@@ -39,8 +41,32 @@ if TYPE_CHECKING:
     import argparse
 
 ROUNDS = 5
-# A batch of 0 is a step that prefills one prompt; the cache also holds those of `verdict`.
-POINTS = [(0, 2048)] + [(batch, context) for context in (1024, 16384) for batch in (1, 8, 32, 128)]
+
+
+class Point(NamedTuple):
+    """A step: `batch` requests of `context` tokens decode, and a prompt of `prompt` tokens is
+    prefilled behind `prefix` ones that are in the cache."""
+
+    batch: int
+    context: int
+    prompt: int = 0
+    prefix: int = 0
+
+    def tokens(self, rows: int) -> int:
+        """Tokens of the KV cache; without decodes those of `verdict` are the most."""
+        prompt = self.prompt + self.prefix + BLOCK if self.prompt else 0
+        return (self.batch or 32) * (self.context + rows * HELD + BLOCK) + 40 * prompt
+
+
+POINTS = {
+    "complete": [Point(0, 0, 2048)]
+    + [Point(batch, context) for context in (1024, 16384) for batch in (1, 8, 32, 128)],
+    "short": [
+        Point(batch, 1024 if batch else 0, prompt, prefix)
+        for batch, prefix in ((0, 0), (0, 4096), (1, 0), (8, 0), (32, 0))
+        for prompt in (16, 64, 128)
+    ],
+}
 ARMS = ("default", "cat", "fused", "portable")
 BLOCK = 64  # tokens of a KV cache block
 ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
@@ -69,6 +95,7 @@ MODELS = {
     "deepseek-v2-lite": Model(27, 31.5, (*ARMS, "default2")),
     "glm-4.7-flash": Model(47, 60),
     "deepseek-r1-tp8": Model(40, 54),
+    "deepseek-r1-deep": Model(61, 17, ("default", "auto")),
     "r1-dp": Model(16, 8.5),
 }
 
@@ -98,17 +125,17 @@ def measured(
     room, shared = memory(name, model, args.tp, len(arms))
     per_token = (model.layers + bool(args.drafts)) * 576 * (2 if cache == "auto" else 1)
     rows = 1 + args.drafts
-    sizes = {(b, c): (b or 32) * (c + rows * HELD + BLOCK) * per_token for b, c in POINTS}
-    for (batch, context), size in sizes.items():
+    sizes = {point: point.tokens(rows) * per_token for point in POINTS[args.what]}
+    for point, size in sizes.items():
         if size > room:
             needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
-            print(f"   {title}, {batch} x {context} left out: {needs}")
-    if not (points := [point for point in POINTS if sizes[point] <= room]):
+            print(f"   {title}, {point} left out: {needs}")
+    if not (points := [point for point, size in sizes.items() if size <= room]):
         return [], False
     changes = {
         "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
         "device": devices(0, args.tp), "seqs": 128, "capture": [n * rows for n in (1, 8, 32, 128)],
-        "drafts": args.drafts,
+        "drafts": args.drafts, "prefix_caching": args.what == "short",
         "max_len": 20480, "max_tokens": 8192, "cache_bytes": max(map(sizes.get, points)),
         "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
     }  # fmt: skip
@@ -127,7 +154,7 @@ def measured(
 
 
 def timed(
-    title: str, engines: dict[str, Engine], points: list[tuple[int, int]],
+    title: str, engines: dict[str, Engine], points: list[Point],
     told: dict[str, dict[str, Any]], end: float,
 ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
     """Rows of the arms at each point, up to an engine's failure; whether none failed. Ends all.
@@ -137,14 +164,13 @@ def timed(
     rows: list[dict[str, Any]] = []
     failed = ""
     try:
-        for batch, context in points if engines else ():
+        for point in points if engines else ():
             if time.time() > end:
-                print(f"   {title}: no time for {batch} x {context} (--seconds)")
+                print(f"   {title}: no time for {point} (--seconds)")
                 continue
-            times = rounds(engines, batch, context)
-            print(f"   {title}, {batch} x {context}: {times}", flush=True)
-            point = {"batch": batch, "context": context}
-            rows += [{"arm": arm, **point, **times[arm], **told[arm]} for arm in engines]
+            times = rounds(engines, point)
+            print(f"   {title}, {point}: {times}", flush=True)
+            rows += [{"arm": arm, **point._asdict(), **times[arm], **told[arm]} for arm in engines]
     except EngineEnded as ended:
         failed = str(ended)
         print(f"== {title}, {failed}: FAILED\n{finish(*engines.pop(failed), ENDS)['error']}")
@@ -179,11 +205,11 @@ def turn(engines: dict[str, Engine], arm: str, line: str) -> dict[str, float]:
     return dict(json.loads(answer))
 
 
-def rounds(engines: dict[str, Engine], batch: int, context: int) -> dict[str, dict[str, float]]:
-    """The columns of each arm's times with requests of this size."""
+def rounds(engines: dict[str, Engine], point: Point) -> dict[str, dict[str, float]]:
+    """The columns of each arm's times at a point."""
     arms = list(engines)
     for arm in arms:
-        turn(engines, arm, f"hold {batch} {context}")
+        turn(engines, arm, " ".join(map(str, ("hold", *point))))
     taken: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for number in range(ROUNDS):
         first = number % len(arms)

@@ -25,7 +25,7 @@ _NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
 
 def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> Engine:
     """A process that starts the engine of a job; see `engine_worker.main`."""
-    folder = tempfile.mkdtemp()
+    folder = options["folder"] or tempfile.mkdtemp()
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
     environment |= _NO_MULTICAST | options["variables"] | (variables or {})
@@ -129,10 +129,12 @@ def job(**changes: Any) -> dict[str, Any]:
         "capture": [1, 2, 4, 8, 16], "rope": "native", "drafts": 0, "drafter": "mtp", "runner": "",
         "variables": {},  # of the environment
         "seqs": 16, "max_len": 4096, "max_tokens": 2048, "cache_bytes": 1 << 30,
-        "shared_weights": "", "tp": 1, "dp": 1, "dp_rank": 0, "dcp": 1, "tokens": 256,
+        "shared_weights": "", "prefix_caching": False, "tokens": 256,
+        "tp": 1, "dp": 1, "dp_rank": 0, "dcp": 1,
         # Prompt lengths of requests; a phase begins when the one before has ended.
         "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],
         "pause": 5,
         "device": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+        "folder": "",  # of the log and the caches; else a new one
     }  # fmt: skip
     return {**base, **changes}

@@ -107,6 +107,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 2304, "moe_intermediate_size": 256, "vocab_size": 16160,
     },
 }  # fmt: skip
+# All layers of DeepSeek-R1, with 8 of its 256 experts, so that they fit a GPU.
+MODELS["deepseek-r1-deep"] = {
+    **MODELS["deepseek-r1-tp8"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
+}  # fmt: skip
 # What tensor parallelism divides: a model of one rank has this N times for N ranks.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
             "moe_intermediate_size", "vocab_size")  # fmt: skip
@@ -226,7 +230,7 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "tensor_parallel_size": job["tp"],
         "decode_context_parallel_size": job["dcp"],
         "disable_custom_all_reduce": job["tp"] > 1,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": job["prefix_caching"],
         "seed": 0,
         **_configs(job),
     }

@@ -13,7 +13,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,9 @@ HELD = 400  # tokens of a request that is measured: more than its steps
 def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     """Run one engine and return what it did; "complete" sends what it has, and takes turns."""
     job = work.options
-    llm = engine(job)
+    llm = engine(job, Path(work.workdir))
+    if job["what"] == "start":
+        return started(llm)
     result: dict[str, Any] = dict(llm.collective_rpc("engine_facts")[0])
     # The first rank stores the report of all.
     if job["arm"] in engine_model.OPTIONS and job["dp_rank"] == 0:
@@ -59,8 +60,8 @@ def main(work: child.Job, progress: TextIO) -> dict[str, Any]:
     return result
 
 
-def engine(job: dict[str, Any]) -> Any:
-    """The vLLM engine of a job, in this process."""
+def engine(job: dict[str, Any], folder: Path) -> Any:
+    """The vLLM engine of a job, in this process; its model's config is written into `folder`."""
     from mla_fusion import plugin
 
     plugin.register()
@@ -70,8 +71,16 @@ def engine(job: dict[str, Any]) -> Any:
         import engine_indexer
 
         engine_indexer.install(job["arm"])
-    with tempfile.TemporaryDirectory() as folder:
-        return vllm.LLM(**engine_model.arguments(job, Path(folder)), skip_tokenizer_init=True)
+    return vllm.LLM(**engine_model.arguments(job, folder), skip_tokenizer_init=True)
+
+
+def started(llm: Any) -> dict[str, float]:
+    """Of a new engine: the time at which it is ready, and that of its first token, in seconds since
+    the epoch; the seconds of vLLM's torch.compile."""
+    compilation = llm.llm_engine.vllm_config.compilation_config
+    ready = time.time()
+    prefill(llm, 16, 0, 1)
+    return {"ready": ready, "token": time.time(), "compile": compilation.compilation_time}
 
 
 def reported(cache: Path, ranks: int) -> dict[str, Any]:
@@ -97,9 +106,10 @@ def reported(cache: Path, ranks: int) -> dict[str, Any]:
 def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     """Answer each line of the input with a line of JSON, until "go".
 
-    "hold BATCH CONTEXT": prefill so many requests, in place of those before. "time": microseconds
-    of one of their decode steps, by the clock and (in one process) on the GPU: of its CUDA graph,
-    with drafts of the whole step; after a BATCH of 0, of a step that prefills CONTEXT tokens.
+    "hold BATCH CONTEXT PROMPT PREFIX": prefill requests of CONTEXT tokens, in place of those
+    before. "time": microseconds of one of their decode steps, by the clock and (in one process) on
+    the GPU: of its CUDA graph, with drafts of the whole step. With a PROMPT the whole step of each
+    also prefills a new request of PROMPT tokens behind PREFIX ones that are in the cache.
     """
     one_graph = False
     with contextlib.ExitStack() as held:
@@ -108,13 +118,13 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
             answer = {}
             if asked == "hold":
                 held.close()
-                batch, context = map(int, sizes)
-                one_graph = batch and not job["drafts"]
+                batch, context, prompt, prefix = map(int, sizes)
+                one_graph = not (prompt or job["drafts"])
                 if batch:
                     tokens = HELD * (1 + job["drafts"])
                     step = held.enter_context(requests(llm, prompts(batch, context), tokens))
-                else:
-                    step = functools.partial(prefill, llm, prompts(1, context)[0])
+                if prompt:
+                    step = functools.partial(prefill, llm, prompt, prefix)
                 step(10)
             else:
                 step(3)
@@ -187,15 +197,18 @@ def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callab
         core.step()
 
 
-def prefill(llm: Any, prompt: list[int], count: int) -> None:
-    """Run so many steps, each of which prefills this prompt as a new request."""
+def prefill(llm: Any, prompt: int, prefix: int, count: int) -> None:
+    """Run so many steps, each of which prefills a new request: `prompt` random tokens behind the
+    same `prefix` ones."""
     import vllm
 
     core, once = llm.llm_engine, vllm.SamplingParams(max_tokens=1, detokenize=False)
     for number in range(count):
-        core.add_request(f"prefill-{number}", {"prompt_token_ids": prompt}, once)
-        while core.has_unfinished_requests():
-            core.step()
+        tail = random.choices(range(10, 4000), k=prompt)
+        name = f"prefill-{number}"
+        core.add_request(name, {"prompt_token_ids": [*prompts(1, prefix)[0], *tail]}, once)
+        while not any(output.request_id == name for output in core.step()):
+            pass
 
 
 def prompts(batch: int, context: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion import report, runtime
+from mla_fusion import logger, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
 from mla_fusion.kernels.threads import side_by_side
@@ -20,6 +21,7 @@ from mla_fusion.runtime.engine import Engine
 def prepare(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, bool]:
     """Compile the kernels of this engine on every rank, and return what `collect` does."""
     made, cached = collect(engine, vllm_config)
+    began = time.perf_counter()
     with on_every_rank():
         quantizations = made.quantizations() if made else ()
         works = [partial(runtime.warm_up_attention, engine.layers, quantizations)]
@@ -31,6 +33,8 @@ def prepare(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, boo
             )
         devices = (layer._k_scale.device for layer in engine.layers.values())
         side_by_side(works, next(devices, torch.device("cpu")))
+    if vllm_compat.is_first_rank():
+        logger.info("mla-fusion: kernels ready in %.1f s", time.perf_counter() - began)
     return made, cached
 
 

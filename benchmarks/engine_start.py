@@ -1,0 +1,82 @@
+"""`start` of `benchmarks/engine.py`: seconds until an engine is ready, part by part.
+
+Each arm starts twice in a folder of its own: cold, with all caches empty, and warm, with the caches
+of the first start. As many engines start side by side as there are GPUs, each on one of its own.
+Graphs are captured for vLLM's own list of sizes.
+
+Rows: seconds from the begin of the process until the engine is ready, and until the first token of
+a prompt; of them `torch.compile` (Dynamo, vLLM's graph and the decode graph), the kernels of this
+library, and the capture of CUDA graphs, in whole seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from engine_complete import MODELS
+from engine_jobs import devices, finish, job
+from engine_jobs import start as begin
+
+from mla_fusion.cli import child
+
+if TYPE_CHECKING:
+    import argparse
+
+# Column -> the log's line that has its seconds.
+LOGGED = {
+    "kernels_s": r"mla-fusion: kernels ready in ([\d.]+) s",
+    "capture_s": r"Graph capturing finished in ([\d.]+) secs",
+}
+
+
+def start(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Start the arms of the models that `args.only` names; (rows, how many starts failed)."""
+    arms = (args.arms or "default,auto").split(",")
+    wanted = [n for n in MODELS if any(part in n for part in args.only.split(","))]
+    work = [(name, arm) for name in wanted for arm in arms]
+    end, gpus = time.time() + args.seconds, torch.cuda.device_count()
+    with ThreadPoolExecutor(gpus) as pool:
+        # An even number of GPUs: the arms of a model start side by side.
+        made = [
+            pool.submit(twice, name, arm, devices(index % gpus, 1), args.layers, end)
+            for index, (name, arm) in enumerate(work)
+        ]
+        rows = [row for each in made for row in each.result()]
+    return rows, 2 * len(work) - len(rows)
+
+
+def twice(name: str, arm: str, device: str, layers: int, end: float) -> list[dict[str, Any]]:
+    """The rows of an arm's cold and warm start."""
+    folder, rows = tempfile.mkdtemp(), []
+    options = {
+        "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(layers).layers,
+        "device": device, "folder": folder, "seqs": 128, "capture": None, "max_tokens": 8192,
+        "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_CACHE_DIR": f"{folder}/triton"},
+    }  # fmt: skip
+    for state in ("cold", "warm"):
+        began = time.time()
+        result = finish(*begin(job(**options)), max(0.0, end - began))
+        if "error" in result:
+            print(f"== {name}, {arm}, {state}: FAILED\n{result['error']}", flush=True)
+            break
+        rows.append(
+            {"model": name, "layers": options["layers"], "arm": arm, "start": state,
+             "ready_s": round(result["ready"] - began, 1),
+             "token_s": round(result["token"] - began, 1),
+             "compile_s": round(result["compile"], 1), **logged(Path(folder, child.LOG))}
+        )  # fmt: skip
+        print(f"   {rows[-1]}", flush=True)
+    return rows
+
+
+def logged(log: Path) -> dict[str, str]:
+    """The columns of `LOGGED`."""
+    text = log.read_text(errors="replace")
+    found = {name: re.findall(pattern, text) for name, pattern in LOGGED.items()}
+    return {name: seconds[-1] if seconds else "" for name, seconds in found.items()}
