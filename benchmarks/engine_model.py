@@ -241,7 +241,9 @@ def _configs(job: dict[str, Any]) -> dict[str, Any]:
     # vLLM's fused all-reduce needs NVLink multicast, which a machine may not have.
     passes: dict[str, Any] = {} if job["tp"] == 1 else {"fuse_allreduce_rms": False}
     compilation = {name: job[name] for name in ("mode", "cudagraph_mode")}
-    compilation |= {"cudagraph_capture_sizes": job["capture"], "pass_config": passes}
+    compilation |= {"pass_config": passes}
+    if job["capture"]:  # else vLLM chooses
+        compilation["cudagraph_capture_sizes"] = job["capture"]
     configs: dict[str, Any] = {"compilation_config": compilation}
     # vLLM's own fusion (#40392) does not match FlashInfer's op: `cat` would equal `default`.
     if job["rope"] == "custom" and job["arm"] not in ("cat", "stored"):

@@ -56,7 +56,7 @@ def twice(name: str, arm: str, device: str, layers: int, end: float) -> list[dic
     folder, rows = tempfile.mkdtemp(), []
     options = {
         "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(layers).layers,
-        "device": device, "folder": folder, "seqs": 128, "capture": None, "max_tokens": 8192,
+        "device": device, "folder": folder, "seqs": 128, "capture": [], "max_tokens": 8192,
         "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_CACHE_DIR": f"{folder}/triton"},
     }  # fmt: skip
     for state in ("cold", "warm"):
