@@ -47,6 +47,13 @@ class Engine:
     measured: Measurements = field(default_factory=Measurements)
     tables: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def planner(self) -> str:
+        """The persistent decode that `attention` may come to; empty if vLLM's backend decodes."""
+        if self.options.attention == "auto":
+            return "portable" if self.measured.spans and not self.measured.why_not else ""
+        return self.options.attention if self.options.attention in config.PLANNED else ""
+
     @classmethod
     def of(cls, vllm_config: Any) -> "Engine":
         """The engine of a worker that has loaded its model."""
