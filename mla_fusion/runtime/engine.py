@@ -28,7 +28,7 @@ class Engine:
     page: tokens of a page of the KV cache.
     cache: vLLM's type of the KV cache.
     pads_sequences: AITER's backend lengthens sequences by queries left out.
-    measured: measurements by which `attention=auto` decides.
+    measured: what `attention=auto` decides by.
     tables: all that `runtime.tables` derives for its layers.
     """
 
