@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,8 @@ def loading(vllm_config: Any) -> Iterator[None]:
     if chosen:
         take_deepseek_v4(vllm_config.model_config.architecture)
     yield
-    if chosen or vllm_compat.made_sparse_layers():
+    # The first layer of a process with the backend imports it.
+    if chosen or SPARSE_BACKEND.rpartition(".")[0] in sys.modules:
         from mla_fusion.runtime import sparse_step
 
         layers = vllm_config.compilation_config.static_forward_context
