@@ -36,7 +36,6 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "gpu_arch", lambda: "sm_90")
     facts = {"found": eligibility.LayerFacts(None, BF16, BF16, BF16)}
     monkeypatch.setattr(eligibility, "facts", lambda *_: facts["found"])
-    monkeypatch.setattr(eligibility, "why_no_decode", lambda *_: None)
     return facts
 
 
@@ -115,12 +114,25 @@ WINDOW = {"decline": Decline("portable-attention", "a sliding window")}
         ({}, {"ubatching": True}, {}, (), "microbatches"),
         ({}, {"page": 16}, {}, (), "not measured with pages of 16 tokens"),
         ({}, {}, WINDOW, (), "a sliding window"),
+        ({}, {}, {"no_plan": WINDOW["decline"]}, (), "a sliding window"),
     ],
 )  # fmt: skip
 def test_auto_is_ours_where_it_was_measured_else_vllms(h200, of_layer, of_engine, facts, runs, why):
     h200["found"] = dataclasses.replace(h200["found"], **facts)
     choice = choose(layer(**of_layer), AUTO, engine(**of_engine))
     assert (choice.planner, choice.runs) == ("portable" * bool(runs), runs) and why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "planner"),
+    [({}, {}, "portable"), ({}, {"dcp": 2}, ""), ({"attention": "vllm"}, {}, ""),
+     ({"attention": "aiter"}, {}, "aiter")],
+)  # fmt: skip
+def test_layers_are_asked_for_the_decode_that_their_engine_may_come_to(
+    h200, options, changes, planner
+):
+    asked = {"provider": "triton", **options}
+    assert Engine.of(engine(options=asked, **changes)).planner == planner
 
 
 @pytest.fixture

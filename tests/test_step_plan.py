@@ -296,7 +296,8 @@ def test_layers_that_are_declined(change, detail):
     layer = Engine(change=change).layers["a"]
     facts = eligibility.facts(layer, "reference", SPEC.dtype, "portable")
     assert facts.decline == Decline("portable-attention", detail)
-    assert not eligibility.facts(layer, "reference", SPEC.dtype).decline
+    auto = eligibility.facts(layer, "reference", SPEC.dtype, planner="portable")
+    assert (auto.decline, auto.no_plan) == (None, facts.decline)  # it fuses, and vLLM decodes
     state = layer_state.of(layer)
     assert state.plan is None and state.facts == dataclasses.replace(facts, planner="")
 

@@ -108,6 +108,7 @@ class LayerFacts:
     """The facts of one layer that the passes need, free of references to the model.
 
     decline: why the fused op cannot serve it.
+    no_plan: why the persistent decode that `attention` may come to cannot serve it.
     query, cache, activation: types of the prepared query, of the cache and of the activations.
     no_product: why a decode cannot multiply with W_UV; empty if it can.
     planner: who decodes: "portable", "aiter" or, by any other word, vLLM's backend.
@@ -119,6 +120,7 @@ class LayerFacts:
     activation: torch.dtype
     no_product: str = ""
     planner: str = ""
+    no_plan: Decline | None = None
 
     @property
     def plain_output(self) -> str:
@@ -129,13 +131,15 @@ class LayerFacts:
 
 
 def facts(
-    layer: Any, provider: str, model: torch.dtype, attention: str = "auto", query_len: int = 1
-) -> LayerFacts:
+    layer: Any, provider: str, model: torch.dtype, attention: str = "auto", query_len: int = 1,
+    planner: str = "",
+) -> LayerFacts:  # fmt: skip
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
 
     `model` is the type of the model's activations, which a layer has whose W_UK is packed: another
-    has that of W_UK. `query_len` is the most query tokens of a sequence in a decode step; the other
-    two as in `config.Options`.
+    has that of W_UK. `query_len` is the most query tokens of a sequence in a decode step. `planner`
+    is the persistent decode that `attention` may come to; one that was asked for declines the
+    layer that it cannot serve. The other two as in `config.Options`.
     """
     weights, fp8 = vllm_compat.weights(layer), vllm_compat.fp8_dtype()
     activation = model if weights.w_uk is None else weights.w_uk.dtype
@@ -144,9 +148,12 @@ def facts(
         query, cache = fp8 if layer.impl.supports_quant_query_input else activation, fp8
     no_product = _no_product(weights.w_uv, activation)
     decline = _decline(layer, provider, weights, activation, cache)
-    if decline is None and attention in PLANNED:
-        decline = why_no_decode(layer, attention, query, cache, query_len)
-    return LayerFacts(decline, query, cache, activation, no_product, attention)
+    planner, no_plan = attention if attention in PLANNED else planner, None
+    if decline is None and planner:
+        no_plan = _why_no_plan(layer, planner, query, cache, query_len)
+    if attention in PLANNED:
+        decline = decline or no_plan
+    return LayerFacts(decline, query, cache, activation, no_product, attention, no_plan)
 
 
 def _no_product(w_uv: torch.Tensor | None, activation: torch.dtype) -> str:
@@ -192,10 +199,9 @@ def _decline(
     return card.why_not(widths, cache, gpu.of(layer._k_scale.device))
 
 
-def why_no_decode(
+def _why_no_plan(
     layer: Any, planner: str, query: torch.dtype, cache: torch.dtype, query_len: int
 ) -> Decline | None:
-    """Why the persistent decode "portable" or "aiter" cannot serve a layer with such types."""
     why = _no_plan(layer, planner, query, cache, query_len)
     return Decline(f"{planner}-attention", why) if why else None
 

@@ -6,7 +6,6 @@ imported where it is needed.
 
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -290,11 +289,6 @@ def chose_sparse_backend(vllm_config: Any) -> bool:
     custom = AttentionBackendEnum.CUSTOM
     asked = vllm_config.attention_config.backend is custom and custom.is_overridden()
     return bool(asked and custom.get_path() == SPARSE_BACKEND)
-
-
-def made_sparse_layers() -> bool:
-    """True if a layer of this process may be of `SPARSE_BACKEND`: the first one imports it."""
-    return SPARSE_BACKEND.rpartition(".")[0] in sys.modules
 
 
 def sparse_backend() -> tuple[Any, Any]:

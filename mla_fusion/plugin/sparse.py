@@ -2,7 +2,9 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mla_fusion import logger
@@ -26,6 +28,21 @@ def offer() -> None:
         undo_by(custom.clear_override)
     if custom.get_path() != SPARSE_BACKEND:
         logger.debug("another plugin has the attention backend CUSTOM")
+
+
+@contextmanager
+def loading(vllm_config: Any) -> Iterator[None]:
+    """A model is loaded in this context, and then its sparse layers share what they need."""
+    chosen = vllm_compat.chose_sparse_backend(vllm_config)
+    if chosen:
+        take_deepseek_v4(vllm_config.model_config.architecture)
+    yield
+    # The first layer of a process with the backend imports it.
+    if chosen or SPARSE_BACKEND.rpartition(".")[0] in sys.modules:
+        from mla_fusion.runtime import sparse_step
+
+        layers = vllm_config.compilation_config.static_forward_context
+        sparse_step.attach(layers, vllm_config, chosen)
 
 
 def take_deepseek_v4(architecture: str) -> None:

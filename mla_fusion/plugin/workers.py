@@ -65,15 +65,8 @@ def mla_fusion_steps(self: Any) -> dict[str, dict[str, int]]:
 def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`load_model` of a worker, after which its layers have what persistent and sparse decodes
     need: it must be there before vLLM measures what memory is left."""
-    chosen = vllm_compat.chose_sparse_backend(self.vllm_config)
-    if chosen:
-        sparse.take_deepseek_v4(self.vllm_config.model_config.architecture)
-    result = load_model(self, *args, **kwargs)
-    if chosen or vllm_compat.made_sparse_layers():
-        from mla_fusion.runtime import sparse_step
-
-        layers = self.vllm_config.compilation_config.static_forward_context
-        sparse_step.attach(layers, self.vllm_config, chosen)
+    with sparse.loading(self.vllm_config):
+        result = load_model(self, *args, **kwargs)
     if config.is_on(self.vllm_config):
         from mla_fusion.runtime.engine import Engine
 

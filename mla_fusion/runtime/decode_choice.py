@@ -80,13 +80,11 @@ def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choi
 
 def _not_measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> str:
     """The fact of a layer that the measurements do not cover; empty if they cover it."""
-    types = facts.query, facts.cache
     if (widths := (layer.kv_lora_rank, layer.qk_rope_head_dim)) != measured.WIDTHS:
         return "not measured with {} + {}".format(*widths)
     if engine.page % measured.PAGE:
         return f"not measured with pages of {engine.page} tokens"
-    no_plan = eligibility.why_no_decode(layer, "portable", *types, engine.rows)
-    if decline := facts.decline or no_plan:
+    if decline := facts.decline or facts.no_plan:
         return decline.explain()
     if engine.cache.startswith("fp8") and facts.query.itemsize > 1:
         return f"not measured with a query in {_name(facts.query)} and a cache in {engine.cache}"

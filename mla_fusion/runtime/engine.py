@@ -28,7 +28,7 @@ class Engine:
     page: tokens of a page of the KV cache.
     cache: vLLM's type of the KV cache.
     pads_sequences: AITER's backend lengthens sequences by queries left out.
-    measured: measurements by which `attention=auto` decides.
+    measured: what `attention=auto` decides by.
     tables: all that `runtime.tables` derives for its layers.
     """
 
@@ -46,6 +46,13 @@ class Engine:
     pads_sequences: bool = False
     measured: Measurements = field(default_factory=Measurements)
     tables: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def planner(self) -> str:
+        """The persistent decode that `attention` may come to; empty if vLLM's backend decodes."""
+        if self.options.attention == "auto":
+            return "portable" if self.measured.spans and not self.measured.why_not else ""
+        return self.options.attention if self.options.attention in config.PLANNED else ""
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Engine":

@@ -60,8 +60,9 @@ def make(engine: Engine) -> dict[str, LayerState]:
     options = engine.options
     for name, layer in engine.layers.items():
         facts = eligibility.facts(
-            layer, options.provider, engine.activation, options.attention, engine.rows
-        )
+            layer, options.provider, engine.activation, options.attention, engine.rows,
+            engine.planner,
+        )  # fmt: skip
         choice, plan = choose(layer, engine, facts), None
         if choice.planner:
             settings = _settings(layer, engine, choice, facts)

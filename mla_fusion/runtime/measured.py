@@ -82,7 +82,7 @@ def files(gpu: str) -> str:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements by which `attention=auto` decides in an engine.
+    """The measurements of an engine that `attention=auto` uses.
 
     gpu: name of the engine's GPU.
     spans: as `spans` returns them; empty where nothing was measured, or another option decides.

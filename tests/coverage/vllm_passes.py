@@ -28,7 +28,8 @@ from mla_fusion.patterns.site import ATTENTION
 from tests.passes import declare, edits
 from tests.passes.cuda_ops import define_cuda_ops
 from tests.passes.fake_engine import BATCHES, DECODE, Engine, assert_same, run
-from tests.passes.graphs import LATENT, ROPE, ROPES, Spec, build, copy, find_all
+from tests.passes.graphs import LATENT, ROPE, Spec, build, copy, find_all
+from tests.passes.rotations import ROPES
 
 BUCKET = 4
 TOLERANCE = 1e-5  # of fp32: 2**-24 times a few dozen additions

@@ -173,26 +173,34 @@ def test_provider_that_raises_in_a_step_ends_the_engine_with_what_to_do(warm):
     [("spawn", 1), *(pytest.param(*each, marks=pytest.mark.nightly)
                      for each in (("fork", 1), ("spawn", 2)))],
 )  # fmt: skip
-def test_engine_and_workers_in_processes_of_their_own(job, fused, tmp_path, method, ranks):
-    asked = job(
-        FLAG | {"processes": method},
-        environment={
-            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+def test_engine_and_workers_in_processes_of_their_own(job, alone, tmp_path, method, ranks):
+    def start(options, folder, **fields):
+        folder.mkdir()
+        environment = {
+            "PROMETHEUS_MULTIPROC_DIR": str(folder),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join("0" * ranks),
-        },
-    )
-    asked.engine["tensor_parallel_size"] = ranks
-    apart = run(asked)
+        }
+        asked = job(options, environment=environment, **fields)
+        asked.engine["tensor_parallel_size"] = ranks
+        return asked, run(asked)
+
+    asked, apart = start(FLAG | {"processes": method}, tmp_path / "fused")
     assert apart["children"] == [f"{method.capitalize()}Process"]  # the engine core
     on = f" fused on {ranks} ranks;" if ranks > 1 else " fused;"
     assert own_log(apart) == [("INFO", SUMMARY.replace(" fused;", on))]
     assert len(list(Path(asked.cache).rglob("mla_fusion/*.json"))) == 1
-    assert apart["tokens"] == fused["tokens"]
+    if ranks > 1:
+        # Ranks round the halves of a sum to bf16, so vLLM alone needs as many. They are forked to
+        # inherit the stand-in for vLLM's last pass, which raises on a CPU.
+        _, alone = start({"processes": "fork"}, tmp_path / "alone", plugin=False)
+    assert apart["tokens"] == alone["tokens"]
     # The requests reach the engine core one by one, so prompts may enter in several passes; a CPU
-    # with AMX adds in an order that depends on them. Ranks add up the halves of a bf16 sum.
-    for apart_, one in zip(apart["logprobs"], fused["logprobs"], strict=True):
-        assert apart_ == pytest.approx(one, abs=1e-3 if ranks == 1 else 0.1)
+    # with AMX adds in an order that depends on them. With two ranks, forked engines with the flag
+    # and without agree to the bit. A spawned one with the flag differs by 0.0018 from a forked one
+    # with it, also with a single prompt: why is not known. Another compile mode differs by 0.05.
+    for ours, theirs in zip(apart["logprobs"], alone["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3 if ranks == 1 else 5e-3)
     assert len(apart["steps"]) == ranks
     for [steps] in (rank.values() for rank in apart["steps"]):
         assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1

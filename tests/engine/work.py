@@ -33,7 +33,7 @@ def serve(job, progress):
     options = job.options
     if gpu := options.get("gpu"):
         vllm_compat.gpu_name, vllm_compat.is_gpu = lambda: gpu, lambda: True
-    _configure_cpu(options.get("processes"))
+    _configure_cpu(options.get("processes"), by_plugin=bool(options.get("flag")))
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
     kernels = _record_kernels()
@@ -111,9 +111,10 @@ def _arguments(options):
     return arguments
 
 
-def _configure_cpu(method):
-    """Let vLLM start its processes by `method`, which on a CPU it spawns. Without one, do what the
-    plugin does for the flag on a CPU, for engines that run without it.
+def _configure_cpu(method, by_plugin):
+    """Let vLLM start its processes by `method`, which on a CPU it spawns. Keep the compile mode
+    that was asked for, as the plugin does for the flag on a CPU; in processes of their own it is
+    left to the plugin where the flag is on.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -125,7 +126,7 @@ def _configure_cpu(method):
         original(vllm_config)
         if method:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
-        else:
+        if not (method and by_plugin):
             compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = asked
 
     CpuPlatform.check_and_update_config = classmethod(check)

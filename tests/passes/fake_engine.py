@@ -20,11 +20,6 @@ from mla_fusion import report
 from mla_fusion.config import eligibility
 from mla_fusion.kernels import reference
 from mla_fusion.passes import pipeline
-from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
-from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
-from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
-from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
-from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.patterns.site import attention_calls
 from tests.passes import graphs
 from tests.passes.graphs import HEADS, LATENT, NOPE, ROPE, Spec
@@ -327,26 +322,6 @@ def _assert_close(a, b, tolerance):
         if a.is_floating_point():  # what was rounded may be one step of its type off
             tolerance = max(tolerance, torch.finfo(a.dtype).eps)
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def passes(spec, quantized_query=False):
-    """Passes 2 to 6, by their number, for the layers of a graph."""
-    facts_of = Engine(spec, quantized_query).facts_of()
-    return {
-        2: CanonicalizeMLARoPEPass(facts_of),
-        3: MLADecodeQPrepLiftPass(facts_of),
-        4: MLAAiterQkRopeKVCacheFusionPass("reference"),
-        5: MLAFixFunctionalizationPass(),
-        6: MLADecodeOutputFusionPass(facts_of),
-    }
-
-
-def after_pass(last, spec):
-    """A graph after passes 2 to `last`, before anything is dropped."""
-    module = graphs.build(spec)
-    for number in range(2, last + 1):
-        passes(spec)[number](module.graph)
-    return module
 
 
 def fuse(module, spec, facts_of=None, quantized_query=False):

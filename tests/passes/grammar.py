@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from tests.passes import edits, programs
-from tests.passes.graphs import ROPES, Spec
+from tests.passes.graphs import Spec
 from tests.passes.programs import is_float
+from tests.passes.rotations import ROPES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

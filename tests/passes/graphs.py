@@ -17,17 +17,13 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.compile_fx import compile_fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.nn.functional import silu
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
-from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
-    DeepseekScalingRotaryEmbedding,
-)
 from vllm.model_executor.models.deepseek_v2 import _get_llama_4_scaling
 from vllm.utils.torch_utils import _encode_layer_name
 
 from mla_fusion import runtime
 from mla_fusion.config import vllm_compat
 from tests.passes import linears, stand_ins  # noqa: F401  registers its ops
+from tests.passes.rotations import SCALINGS, rotate
 from tests.passes.splits import SPLITS
 
 runtime.register_ops()
@@ -36,29 +32,15 @@ HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 24, 2, 12, 8, 16, 6, 20
 MAX_POSITION = 32
 TRACED_TOKENS = 5
 
-ROPES = ("native", "deepseek", "vllm_c", "flashinfer", "aiter", "cat_fused", "nope")
-
-
-# Ways to write the product of q [T, H, n] and fp32 factors [T, 1, 1]. vLLM's is "in_place".
-SCALINGS = {
-    "in_place": lambda q, factor: q.mul_(factor),
-    "out_of_place": lambda q, factor: (factor * q).to(q.dtype),
-    "cast": lambda q, factor: (q.float() * factor).to(q.dtype),
-    "rounded": lambda q, factor: q * factor.to(q.dtype),
-    "expanded": lambda q, factor: (q * factor.expand(q.shape)).to(q.dtype),
-    "flat": lambda q, factor: (q.flatten(1) * factor.view(-1, 1)).to(q.dtype).view(q.shape),
-    "view": lambda q, factor: (q * factor.squeeze(-1)[:, None].expand_as(q)).to(q.dtype),
-}
-
 
 @dataclass(frozen=True)
 class Spec:
     """Which graph to build.
 
     Attributes:
-        rope: one of `ROPES`; "cat_fused" is what vLLM's own fusion pass leaves of "native".
-            Or "native_late_cast": an fp32 table is rounded after the lookup; or "computed" and
-            "computed_complex": there is no table, as in models of transformers.
+        rope: one of `rotations.ROPES`; "cat_fused" is what vLLM's own fusion pass leaves of
+            "native". Or "native_late_cast": an fp32 table is rounded after the lookup; or
+            "computed" and "computed_complex": there is no table, as in models of transformers.
         layer_name: "input" (vLLM's opaque object) or "constant" (a string).
         dynamic: whether the number of tokens is a symbol or `TRACED_TOKENS`.
         scaled: empty, or one of `SCALINGS`: how the query is scaled after its rotation.
@@ -228,7 +210,8 @@ def _layer(spec, i, t, hidden):
         k_pe = k_pe.unsqueeze(1)
     else:
         if spec.rope != "nope":
-            q[..., NOPE:], k_pe = _rotate(spec, t["positions"], q[..., NOPE:], k_pe, t["table"])
+            of = t["positions"], q[..., NOPE:], k_pe, t["table"]
+            q[..., NOPE:], k_pe = rotate(spec.rope, spec.is_neox, *of)
         written = torch.ops.vllm.unified_mla_kv_cache_update(kv_c, k_pe, name, dtype, scale)
     if spec.scaled:
         q = SCALINGS[spec.scaled](q, t["factor"])
@@ -239,34 +222,6 @@ def _layer(spec, i, t, hidden):
     if spec.gated:
         out = out * gate.flatten(1)[:, : out.shape[1]].sigmoid()
     return hidden + linears.project(spec.quantized, out, t.get("o_scale"), t[f"w_o_{i}"])
-
-
-def _rotate(spec, positions, q, k, table):
-    """What `RotaryEmbedding.forward_native`, `forward_cuda` and `forward_hip` do."""
-    if spec.rope.startswith("native"):
-        if spec.rope == "native":  # else the cosines are rounded after the lookup
-            table = table.to(q.dtype)
-        return RotaryEmbedding.forward_static(positions, q, k, ROPE, ROPE, table, spec.is_neox)
-    if spec.rope == "deepseek":
-        static = DeepseekScalingRotaryEmbedding.forward_static
-        return static(positions, q, k, ROPE, ROPE, table, spec.is_neox)
-    if spec.rope == "computed":  # a row of the table serves as inverse frequencies
-        angles = positions.to(torch.float32).unsqueeze(-1) * table[1, : ROPE // 2]
-        turn = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-        rotate = ApplyRotaryEmb.forward_static
-        return rotate(q, *turn, spec.is_neox), rotate(k, *turn, spec.is_neox)
-    if spec.rope == "computed_complex":
-        angles = positions.to(torch.float32).unsqueeze(-1) * table[1, : ROPE // 2]
-        turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-        pairs = [torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turn for x in (q, k)]
-        return tuple(torch.view_as_real(pair).flatten(-2).to(q.dtype) for pair in pairs)
-    op = {
-        "vllm_c": torch.ops._C.rotary_embedding,
-        "flashinfer": torch.ops.vllm.flashinfer_rotary_embedding,
-        "aiter": torch.ops.vllm.rocm_aiter_triton_rotary_embedding,
-    }[spec.rope]
-    op(positions, q, k, ROPE, table, spec.is_neox)
-    return q, k
 
 
 class _Captured(Exception):

@@ -15,8 +15,10 @@ from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns import inplace
 from mla_fusion.patterns.site import functionalized_op, made_by
 from tests.passes import edits, graphs, programs
-from tests.passes.fake_engine import BATCHES, after_pass, assert_same, fuse, passes, reasons, run
-from tests.passes.graphs import ROPES, SCALINGS, Spec, build, find, find_all, printed
+from tests.passes.fake_engine import BATCHES, assert_same, fuse, reasons, run
+from tests.passes.graphs import Spec, build, find, find_all, printed
+from tests.passes.numbered import after_pass, passes
+from tests.passes.rotations import ROPES, SCALINGS
 
 aten = torch.ops.aten
 FUSED = f"{ops.NAMESPACE}::{ops.FUSED}"

@@ -19,8 +19,9 @@ from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
 from mla_fusion.report.reasons import REASONS
 from tests.passes import fake_engine, grammar, graphs, inductor, programs
-from tests.passes.fake_engine import BATCHES, Batch, assert_found, assert_same, fuse, passes, run
+from tests.passes.fake_engine import BATCHES, Batch, assert_found, assert_same, fuse, run
 from tests.passes.graphs import TRACED_TOKENS, build, printed, state
+from tests.passes.numbered import passes
 
 # fp32: the order of a sum. bf16: a rounding of 2**-9 to either side, which the attention and the
 # projection after it carry on. fp8: one step of the type.

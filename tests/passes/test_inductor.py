@@ -10,8 +10,9 @@ import torch
 from tests.nightly import daily
 from tests.passes import edits
 from tests.passes.fake_engine import BATCHES, assert_same, run
-from tests.passes.graphs import ROPES, Spec, build_apart
+from tests.passes.graphs import Spec, build_apart
 from tests.passes.inductor import through
+from tests.passes.rotations import ROPES
 from tests.passes.splits import SPLITS
 
 EVERY = [

@@ -16,17 +16,9 @@ from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.site import functionalized_op
 from mla_fusion.report.reasons import Decline
 from tests.passes import edits, graphs, linears, programs
-from tests.passes.fake_engine import (
-    BATCHES,
-    Engine,
-    after_pass,
-    assert_same,
-    fuse,
-    passes,
-    reasons,
-    run,
-)
+from tests.passes.fake_engine import BATCHES, Engine, assert_same, fuse, reasons, run
 from tests.passes.graphs import HEADS, Spec, build, find, find_all, printed
+from tests.passes.numbered import after_pass, passes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 BF16 = torch.bfloat16

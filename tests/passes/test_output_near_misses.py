@@ -9,8 +9,8 @@ from torch import fx
 from mla_fusion.patterns import output_quantization
 from mla_fusion.report.reasons import Declined
 from tests.passes import edits, graphs, linears
-from tests.passes.fake_engine import after_pass
 from tests.passes.graphs import HEADS, find
+from tests.passes.numbered import after_pass
 from tests.passes.test_output import BF16, assert_kept, quantization, spec_of
 
 aten = torch.ops.aten

@@ -23,7 +23,8 @@ from mla_fusion.passes import pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import DECODE, Engine, reasons
-from tests.passes.graphs import ROPES, Spec, build, printed
+from tests.passes.graphs import Spec, build, printed
+from tests.passes.rotations import ROPES
 
 BUCKET = 4
 

@@ -14,8 +14,9 @@ from mla_fusion.passes.pipeline import by_argument
 from mla_fusion.patterns import probe
 from mla_fusion.report.reasons import Decline
 from tests.passes import edits
-from tests.passes.fake_engine import after_pass, passes
-from tests.passes.graphs import HEADS, LATENT, ROPE, ROPES, Spec, build, find, find_all, printed
+from tests.passes.graphs import HEADS, LATENT, ROPE, Spec, build, find, find_all, printed
+from tests.passes.numbered import after_pass, passes
+from tests.passes.rotations import ROPES
 
 CANONICAL, Q_PREP, FUSED, ATTENTION = (
     f"{ops.NAMESPACE}::{name}" for name in (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, ops.ATTENTION)

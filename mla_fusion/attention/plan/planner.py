@@ -4,8 +4,8 @@
 those published of AITER's fast planner for page size 1 (ROCm/aiter, `get_mla_metadata_v1`).
 
 KV is counted in blocks of `granularity` tokens; a work item costs its blocks and `overhead` more.
-The budget of a CTA is at most its share of the total cost, rounded up, and one more `overhead`, by
-which all tiles fit. The share is at least two where the longest sequence has more blocks than the
+The budget of a CTA is at most its share of the total cost, rounded up, and one more `overhead`: so
+all tiles fit. The share is at least two where the longest sequence has more blocks than the
 reduction merges splits at once: on an H200 a round of it took longer than a block. CTAs are served
 in order, sequences in order, head blocks inside their sequence:
 
