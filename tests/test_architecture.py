@@ -16,7 +16,7 @@ FOLDERS = ("mla_fusion", "passes", "patterns")  # a checkout has the latter two 
 # Rooms, the lowest row first: a room imports from its own row and from lower ones.
 [MAP] = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
 ROWS = [re.findall(r"\w+", line[:24]) for line in MAP.splitlines()]
-KNOW_NO_VLLM = {"gpu", "ops", "kernels", "attention"}
+KNOW_NO_VLLM = {"gpu", "ops", "kernels", "attention", "projections"}
 MAY_IMPORT_VLLM = {"config.vllm_compat", "passes.pipeline"}
 MAY_CHANGE_VLLM = "cli.child"  # in a child process of a command
 # vLLM sets it in its first own step, and a fused engine may have none.
