@@ -9,10 +9,12 @@
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
     mla_attention_with_group_quantized_output       the same, its output in fp8 for o_proj, with a
     mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
+    projection                                      a norm and products of up to 16 tokens
     end_of_piece                                    marks where a graph is cut; never runs
 
-The four before the last are what runs. They write into buffers of the graph and return nothing:
-under piecewise CUDA graphs they run between captured pieces, which read fixed addresses.
+The fused op and the three behind it write into buffers of the graph and return nothing: under
+piecewise CUDA graphs they run between captured pieces, which read fixed addresses. `projection`
+reads no metadata and is captured like a linear layer, so it returns its results.
 
 By `layer_name`, a string or, on some torch versions, an opaque object, an op finds the layer, its
 KV cache and the batch's metadata in vLLM's forward context.
@@ -32,6 +34,7 @@ FUSED = "fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
 ATTENTION = "mla_attention_with_prepared_query"
 GROUP_ATTENTION = "mla_attention_with_group_quantized_output"
 TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
+PROJECTION = "projection"
 CUT = "end_of_piece"
 
 
@@ -106,6 +109,7 @@ _SCHEMAS = {
     TENSOR_ATTENTION: (
         f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
     ),
+    PROJECTION: ("(Tensor x, Tensor[] weights, Tensor? norm_weight, float epsilon) -> Tensor[]"),
     CUT: "() -> ()",
 }
 
@@ -144,5 +148,6 @@ def get(name: str) -> torch._ops.OpOverload:
 _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
+    PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
     **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

@@ -5,6 +5,7 @@
 3  MLADecodeQPrepLiftPass                      lift.py
 4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
 6  MLADecodeOutputFusionPass                   output.py
+7  MLAProjectionPass                           projections.py
 5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup"""
 
 import dataclasses
@@ -26,12 +27,13 @@ from vllm.config.utils import Range
 
 from mla_fusion import logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
-from mla_fusion.config.identity import source_hash
+from mla_fusion.config.identity import graphs_hash, source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
+from mla_fusion.passes.projections import MLAProjectionPass, described
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
 from mla_fusion.patterns.nodes import dtype_of, tensors
 from mla_fusion.patterns.site import ATTENTION, attention_calls, called, functionalized_op
@@ -45,7 +47,7 @@ _CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fn
 
 @dataclass(eq=False)
 class MLAFusionPass(InductorPass):
-    """Passes 2 to 4, and 6, on every graph whose token range lies inside the decode bucket.
+    """Passes 2 to 4, 6 and 7, on every graph whose token range lies inside the decode bucket.
 
     The mla_fusion plugin adds it to vLLM's pass manager. Without the plugin it is one object for
     vLLM's hook for custom passes:
@@ -58,12 +60,14 @@ class MLAFusionPass(InductorPass):
         max_tokens: the decode bucket: graphs for more tokens are left as they are.
         attention: who decodes, as in `config.Options`; without the plugin, which attaches plans, it
             is vLLM's backend.
-        query_len: the most query tokens of a sequence in a decode step."""
+        query_len: the most query tokens of a sequence in a decode step.
+        projections: who computes products of few tokens, as in `config.Options`."""
 
     provider: str
     max_tokens: int
     attention: str = "auto"
     query_len: int = 1
+    projections: str = "auto"
 
     def __post_init__(self) -> None:
         runtime.register_ops()
@@ -73,8 +77,8 @@ class MLAFusionPass(InductorPass):
         return type(self), dataclasses.astuple(self)
 
     def uuid(self) -> str:
-        """Changes with the source of this library and with every argument."""
-        return "-".join(map(str, ("mla_fusion", source_hash(), *dataclasses.astuple(self))))
+        """Changes with the source of this library, its measurements and every argument."""
+        return "-".join(map(str, ("mla_fusion", graphs_hash(), *dataclasses.astuple(self))))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
@@ -91,11 +95,13 @@ class MLAFusionPass(InductorPass):
     def _run(self, graph: fx.Graph, record: report.RangeReport) -> None:
         calls = attention_calls(graph)
         record.layers = len(calls)
-        if record.range[1] > self.max_tokens or not calls:
+        if record.range[1] > self.max_tokens:
             return
         _show("before", graph)
         partition_ops = torch._inductor.config.custom_should_partition_ops
-        if ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
+        if not calls:  # the last piece of a model begins behind its last attention
+            project(graph, self.projections, record)
+        elif ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
             record.declined = {Decline("splitting-ops"): len(calls)}
         else:
             layers = vllm_compat.mla_layers(vllm_compat.forward_context().no_compile_layers)
@@ -103,7 +109,7 @@ class MLAFusionPass(InductorPass):
             latents: list[Any] = [call.kwargs["kv_c_normed"] for call in calls]
             activation = next(filter(None, map(dtype_of, latents)), torch.get_default_dtype())
             facts = {name: self._facts(layer, activation) for name, layer in layers.items()}
-            fuse(graph, by_argument(facts), self.provider, record)
+            fuse(graph, by_argument(facts), self.provider, record, self.projections)
         _show("after", graph)
 
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
@@ -181,8 +187,11 @@ def contained(
         report.add(report.RangeReport(span, layers, declined={decline: layers or 1}))
 
 
-def fuse(graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.RangeReport) -> None:
-    """Run passes 2 to 4, and 6, on `graph`; fill in `record`. A layer that cannot be fused is left
+def fuse(
+    graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.RangeReport,
+    projections: str = "vllm",
+) -> None:  # fmt: skip
+    """Run passes 2 to 4, 6 and 7 on `graph`; fill in `record`. A layer that cannot be fused is left
     as it was. One that a pass rewrote and the next did not is an error for `contained`."""
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
@@ -204,8 +213,22 @@ def fuse(graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.Range
     quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
     record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
+    project(graph, projections, record)
     if fused.rewritten:
         record.layer = LayerGraph(before, _last_layer(attention))
+
+
+def project(graph: fx.Graph, projections: str, record: report.RangeReport) -> None:
+    """Run pass 7 on `graph` unless `projections` is "vllm"; fill in `record`."""
+    if projections == "vllm":
+        return
+    stable_topological_sort(graph)
+    made = MLAProjectionPass(record.range)(graph)
+    record.products = Counter(map(described, dict.fromkeys(made.rewritten.values())))
+    record.plain_products = report.counted(made.declined)
+    if made.rewritten:
+        drop_dead(graph, made.dead)
+        graph.lint()
 
 
 def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:

@@ -139,7 +139,7 @@ def test_reasons_page_says_what_the_log_says():
     page = TEXT["docs/reasons.md"]
     assert re.findall(r"^### `(.+)`$", page, re.M) == [
         code
-        for scope in ("engine", "layer", "output", "decode")
+        for scope in ("engine", "layer", "output", "product", "decode")
         for code, reason in reasons.REASONS.items()
         if reason.scope == scope
     ]

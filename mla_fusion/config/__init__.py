@@ -18,6 +18,7 @@ REALIZE = "realize_reads_threshold"
 # Of `Options.attention`: those that ask for a persistent decode.
 PLANNED = ("portable", "aiter")
 ATTENTION = ("auto", *PLANNED, "vllm")
+PROJECTIONS = ("auto", "vllm")
 _CAP = "max_split_per_batch"
 
 
@@ -34,13 +35,23 @@ class Options:
     attention: who decodes with the prepared query: "portable", this library's persistent decode;
         "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto" (default): the
         first where it was measured not slower than the last, else the last.
+    projections: who computes products of up to 16 tokens: "vllm", or "auto" (default): this library
+        where it was measured faster.
     max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by all
         of a batch; -1 (default) for none.
     """
 
     provider: str
     attention: str = "auto"
+    projections: str = "auto"
     max_split_per_batch: int = -1
+
+
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The values of each option that is a name."""
+    from mla_fusion.kernels import PROVIDERS
+
+    return {"provider": tuple(PROVIDERS), "attention": ATTENTION, "projections": PROJECTIONS}
 
 
 def read_options(additional_config: Any) -> Options:
@@ -49,10 +60,7 @@ def read_options(additional_config: Any) -> Options:
     Raises:
         OptionError: an unknown option, an unknown value of one, or the distribution's name as key.
     """
-    from mla_fusion.kernels import PROVIDERS
-
-    where = f'additional_config["{OPTIONS_KEY}"]'
-    choices = {"provider": PROVIDERS, "attention": ATTENTION}
+    where, choices = f'additional_config["{OPTIONS_KEY}"]', _choices()
     given = additional_config if isinstance(additional_config, dict) else {}
     raw = given.get(OPTIONS_KEY, {})
     if "mla-fusion" in given:
@@ -91,10 +99,8 @@ def misplaced(additional_config: Any) -> list[str]:
 
     A key of another plugin is neither: its name differs, or it holds options, none of them ours.
     """
-    from mla_fusion.kernels import PROVIDERS
-
     given = additional_config if isinstance(additional_config, dict) else {}
-    choices = {"provider": PROVIDERS, "attention": ATTENTION}
+    choices = _choices()
     options = [*choices, _CAP]
 
     def near(name: Any, names: list[str]) -> bool:

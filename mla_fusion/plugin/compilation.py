@@ -28,7 +28,8 @@ def add_passes() -> None:
         if _has_passes(vllm_config.compilation_config):
             options = config.read_options(vllm_config.additional_config)
             bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
-            self.add(MLAFusionPass(options.provider, bucket, options.attention, rows))
+            chosen = options.provider, bucket, options.attention, rows, options.projections
+            self.add(MLAFusionPass(*chosen))
             self.fix_functionalization = LastStep(None if cpu else self.fix_functionalization)
         elif cpu:
             self.fix_functionalization = NoStep()

@@ -64,6 +64,8 @@ class RangeReport:
     variants: list[Variant] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)  # fused, by `Epilogue.quantization`
     plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
+    products: dict[str, int] = field(default_factory=dict)  # launches of pass 7, by their widths
+    plain_products: dict[Decline, int] = field(default_factory=dict)  # as they were
     pass_ms: float = 0.0
 
     def add(self, graph: "RangeReport") -> None:
@@ -76,10 +78,13 @@ class RangeReport:
         self.outputs = Counter(self.outputs) + Counter(graph.outputs)
         self.declined = counted(self.declined, graph.declined)
         self.plain_outputs = counted(self.plain_outputs, graph.plain_outputs)
+        self.products = Counter(self.products) + Counter(graph.products)
+        self.plain_products = counted(self.plain_products, graph.plain_products)
 
 
 def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:
-    """Number of declined layers, from lists or counts, under the first decline of each code."""
+    """Number of declined layers, or products, from lists or counts, under the first decline of each
+    code."""
     total: dict[Decline, int] = {}
     for decline in chain(*(Counter(each).elements() for each in declines)):
         first = next((d for d in total if d.code == decline.code), decline)
@@ -102,7 +107,7 @@ class Report:
     differing: list[str] = field(default_factory=list)  # what fused where the rest does not hold
     attention: str = "auto"  # who decodes, as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
-    version: int = 6  # of the stored format
+    version: int = 7  # of the stored format
 
     def quantizations(self) -> set[str]:
         """The quantizations of attention outputs, on any rank."""
@@ -144,6 +149,8 @@ class Report:
                     f"    {n} outputs not quantized by the attention op: {d.explain()}"
                     for d, n in r.plain_outputs.items()
                 ]
+            out += [f"    {n} launches of products {widths}" for widths, n in r.products.items()]
+            out += [f"    {n} products kept: {d.explain()}" for d, n in r.plain_products.items()]
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
                 out += [f"      {old:3d} -> {new:<3d} {op}" for op, old, new in r.layer.changes()]
@@ -251,7 +258,7 @@ def load(path: Path) -> Report:
 def _plain(value: Any) -> dict[str, Any]:
     """A part of a report as JSON takes it, the way `load` reads it."""
     fields = vars(value).copy()
-    for name in {"declined", "plain_outputs"} & fields.keys():
+    for name in {"declined", "plain_outputs", "plain_products"} & fields.keys():
         of = fields[name].items()
         fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
     return fields
@@ -321,9 +328,11 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         for r in decode:
             codes = ", ".join(_codes(r))
             declined = f"; declined: {codes}, mla-fusion report says why" if codes else ""
+            launches = sum(r.products.values())
+            products = f"; products in {launches} launches of this library" if launches else ""
             logger.info(
                 "%s: decode range %s: %d of %d MLA layers %s; prefill ranges untouched%s",
-                *(FLAG_LINE, r.range, r.fused, r.layers, fused + declined, note),
+                *(FLAG_LINE, r.range, r.fused, r.layers, fused + declined + products, note),
             )
         for other in report.differing:
             logger.warning("%s: it differs on %s", FLAG_LINE, other)

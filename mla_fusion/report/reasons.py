@@ -10,7 +10,7 @@ from pathlib import Path
 class Reason:
     """Why there is no fusion, and what an operator can do."""
 
-    scope: str  # "engine", "layer", "output" or "decode"
+    scope: str  # "engine", "layer", "output", "product" or "decode"
     why: str
     help: str
 
@@ -21,7 +21,7 @@ REASONS = {code: Reason(**fields) for code, fields in tomllib.loads(_TEXT).items
 
 @dataclass(frozen=True)
 class Decline:
-    """Why an engine or a layer stays unfused: a key of `REASONS`, and what was found."""
+    """Why an engine, a layer or a product stays as it was: a key of `REASONS`, and its detail."""
 
     code: str
     detail: str = ""

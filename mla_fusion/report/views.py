@@ -169,6 +169,13 @@ def page(report: Report) -> str:
     ]
     if why:
         body += ["<h2>Why layers declined</h2>", _table(("code", "layers", "why"), why)]
+    if decode.products or decode.plain_products:
+        body.append("<h2>Products of up to 16 tokens</h2>")
+        body += (
+            [_table(("widths", "launches"), [*decode.products.items()])] if decode.products else []
+        )
+        kept = [(d.code, count, d.explain()) for d, count in decode.plain_products.items()]
+        body += [_table(("code", "products kept", "why"), kept)] if kept else []
     if layer := decode.layer:
         legend = ", ".join(f"{sign} {word}" for _, sign, word in _MARKS.values() if word)
         panels = (_svg(*_panel(*each)) for each in rows(layer).items())

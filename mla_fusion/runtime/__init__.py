@@ -22,7 +22,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import arithmetic
 from mla_fusion.kernels.inputs import Inputs, padded_batch
 from mla_fusion.ops import Quantization, Rope, Variant
-from mla_fusion.runtime import layer_state, tables
+from mla_fusion.runtime import layer_state, projection, tables
 from mla_fusion.runtime.output import QuantizedOutput
 from mla_fusion.runtime.step_plan import StepPlan
 
@@ -200,7 +200,7 @@ def register_ops() -> None:
         ops.ROPE_UPDATE: rope_and_cache_update, ops.Q_PREP: decode_q_prep,
         ops.FUSED: fused_decode_prep, ops.ATTENTION: lambda *args: attention()(*args[:6]),
         ops.GROUP_ATTENTION: _quantizing_attention_op,
-        ops.TENSOR_ATTENTION: _quantizing_attention_op,
+        ops.TENSOR_ATTENTION: _quantizing_attention_op, ops.PROJECTION: projection.project,
     }  # fmt: skip
     ops.register(vllm_compat.layer_name_type(), bodies)
 

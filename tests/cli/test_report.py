@@ -38,6 +38,13 @@ OUTPUTS = (
     report.RangeReport((1, 4), 3, 3, outputs={"group": 2, "tensor": 1}),
 )  # fmt: skip
 
+PRODUCTS = (
+    report.RangeReport((1, 4), 2, 2, products={"24 -> 40 + 18": 2, "40 -> 32": 1},
+                       plain_products={Decline("product-slower", "8 -> 9"): 4}),
+    report.RangeReport((1, 4), products={"40 -> 32": 1},
+                       plain_products={Decline("product-opaque", "gemm"): 1}),
+)  # fmt: skip
+
 
 def taken(*ranges, **facts):
     """The report of what was added, with what `report.take` is told."""
@@ -61,6 +68,7 @@ CASES = {
     "ranks that differ": lambda: report.merge([made(RANGE), made(RANGE), made(OTHER), made()]),
     "outputs": lambda: taken(*OUTPUTS, attention="portable", epilogue="W_UV"),
     "outputs without a plan": lambda: taken(*OUTPUTS),
+    "products": lambda: taken(*PRODUCTS),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from vllm.forward_context import override_forward_context
 from vllm.utils.torch_utils import _encode_layer_name
 
@@ -13,7 +14,7 @@ from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, Spec, l
 
 SPEC = Spec("native", quantized="group")  # of outputs that groups divide
 TOKENS = (0, 1, 3, 17)
-ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, *ops.ATTENTION_OPS)
+ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, *ops.ATTENTION_OPS, ops.PROJECTION)
 
 
 def arguments(name, tokens, rope="native"):
@@ -33,6 +34,9 @@ def arguments(name, tokens, rope="native"):
         "output": torch.zeros(tokens, HEADS * SPEC.value),
         "quantized": torch.zeros(tokens, HEADS * SPEC.value).to(linears.FP8),
         "scales": torch.zeros(tokens, HEADS), "scale": torch.tensor([0.1]),
+        "x": torch.randn(tokens, 3 * ROPE)[:, ROPE:], "epsilon": 1e-6,
+        "weights": [torch.randn(n, 2 * ROPE) for n in (7, 4)],
+        "norm_weight": torch.randn(2 * ROPE) if rotates else None,
         "quantization": "native" if name == ops.TENSOR_ATTENTION else str(ops.Quantization.GROUP),
     }  # fmt: skip
     return {each.name: values[each.name] for each in ops.get(name)._schema.arguments}
@@ -45,9 +49,7 @@ def batch(tokens, decode_only):
 def fake(name, args):
     """What an op returns for fake tensors."""
     with FakeTensorMode() as mode:
-        return ops.get(name)(**{
-            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
-        })  # fmt: skip
+        return ops.get(name)(**tree_map_only(torch.Tensor, mode.from_tensor, args))
 
 
 @pytest.mark.parametrize("decode_only", [True, False])
@@ -61,7 +63,8 @@ def test_invariant_1_real_shape_is_the_fake_shape(name, tokens, decode_only):
     if name in (ops.FUSED, *ops.ATTENTION_OPS):  # they write into buffers of the graph
         assert real is made is None
         return
-    assert (real.shape, real.stride(), real.dtype) == (made.shape, made.stride(), made.dtype)
+    for one, other in zip(tree_leaves(real), tree_leaves(made), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])

@@ -169,10 +169,11 @@ def test_provider_reaches_the_layers_facts_and_the_fused_node():
             assert node.kwargs["provider"] == provider
 
 
-def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch):
+def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch, tmp_path):
     def uuids():
         arguments = [("triton", 4), ("reference", 4), ("triton", 8), ("triton", 4, "portable")]
         arguments += [("triton", 4, "aiter"), ("triton", 4, "aiter", 4)]
+        arguments += [("triton", 4, "aiter", 4, "vllm")]
         steps: list[Any] = [MLAFusionPass(*given) for given in arguments]
         steps += [LastStep(None), LastStep(SimpleNamespace(uuid=lambda: "vllm-step"))]
         return [step.uuid() for step in steps]
@@ -180,7 +181,12 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch):
     first = uuids()
     assert len(set(first)) == len(first) and first[-1].endswith("vllm-step")
     assert uuids() == first
-    monkeypatch.setattr(pipeline, "source_hash", lambda: "another")
+    monkeypatch.setattr(identity, "tables_folder", lambda: tmp_path)
+    assert uuids() == first
+    (tmp_path / "measured.json").write_text("{}")
+    assert {*uuids()} & {*first} == {*first[-2:]}  # pass 5 reads no measurements
+    for module in (identity, pipeline):
+        monkeypatch.setattr(module, "source_hash", lambda: "another")
     assert not set(uuids()) & set(first)
 
 
@@ -210,6 +216,7 @@ def test_invariant_9_source_hash(library):
         "mla_fusion/ops.py": True,
         "mla_fusion/plugin/workers.py": True,
         "mla_fusion/kernels/new.csv": True,
+        "mla_fusion/projections/gpus/new.json": True,
         "mla_fusion/attention/nested/new.py": True,
         "mla_fusion.passes/nested/deeper/new.py": True,
         "mla_fusion/new/room.py": True,

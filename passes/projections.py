@@ -1,0 +1,117 @@
+"""Pass 7: products of one input that were measured faster here become one launch.
+
+    before   x ─┬► mm(x, permute(w_kv)) ─► kv
+                └► mm(x, permute(w_q)) ─► q
+
+    after    x, [w_q, w_kv] ─► projection
+                                [0] q, [1] kv
+
+Each product of an activation with a weight is looked at, wherever it is: o_proj, those of a dense
+MLP and of a router too. Two products of one input that follow each other become one op if that was
+measured for their sizes; else each becomes an op of its own, or stays.
+
+Safe because the op is a function of the same values, for any number of rows: beyond
+`projections.MAX_TOKENS` it computes what was there before."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from mla_fusion import ops, projections
+from mla_fusion.passes.rewrite import PassResult, call
+from mla_fusion.patterns.products import Product, read_product
+from mla_fusion.report.reasons import Decline, Declined
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One or two products of `x`, the one with most columns first, as pairs are measured."""
+
+    x: fx.Node
+    products: tuple[Product, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of each result."""
+        return tuple(product.size for product in self.products)
+
+
+@dataclass
+class MLAProjectionPass:
+    """`tokens` are the first and the last number of tokens that the graph serves."""
+
+    tokens: tuple[int, int]
+
+    def __call__(self, graph: fx.Graph) -> PassResult:
+        result, slower = PassResult(), list[str]()
+        for products in _by_input(graph, result.declined):
+            while products:
+                launch = next(filter(self._is_faster, _launches(products)), None)
+                if launch is None:
+                    slower.append(str(products.pop(0)))
+                    continue
+                new = _rewrite(graph, launch)
+                result.rewritten |= {product.node.name: new for product in launch.products}
+                result.dead += [product.node for product in launch.products]
+                del products[: len(launch.products)]
+        widths = ", ".join(dict.fromkeys(slower))
+        result.declined += [Decline("product-slower", widths) for _ in slower]
+        return result
+
+    def _is_faster(self, launch: _Launch) -> bool:
+        """True if the launch was measured faster for any number of tokens of this graph."""
+        value = launch.x.meta["val"]
+        (rows, k), (first, last) = value.shape, self.tokens
+        served: Iterable[int] = range(first, min(last, projections.MAX_TOKENS) + 1)
+        if isinstance(rows, int):
+            served = {rows}.intersection(served)
+        given = value.device, launch.sizes, k
+        return any(projections.plan_for(*given, n, False, value.dtype) for n in served)
+
+
+def _by_input(graph: fx.Graph, declined: list[Decline]) -> Iterator[list[Product]]:
+    """The products of each input, in the order of the graph. The others go to `declined`."""
+    found: dict[fx.Node, list[Product]] = defaultdict(list)
+    for node in graph.nodes:
+        try:
+            product = read_product(node)
+        except Declined as error:
+            declined.append(error.decline)
+        else:
+            if product is not None:
+                found[product.x].append(product)
+    yield from found.values()
+
+
+def _launches(products: Sequence[Product]) -> Iterator[_Launch]:
+    """What may compute the first of `products`, the better one first."""
+    for count in (2, 1):
+        if len(group := products[:count]) == count:
+            ordered = sorted(group, key=lambda product: product.size, reverse=True)
+            yield _Launch(group[0].x, tuple(ordered))
+
+
+def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
+    """One op in front of its first product; what read the products reads its results."""
+    values = [product.node.meta["val"] for product in launch.products]
+    weights = [product.weight for product in launch.products]
+    with graph.inserting_before(min(product.node for product in launch.products)):
+        args = (launch.x, weights, None, 0.0)
+        new = call(graph, ops.get(ops.PROJECTION), args, values)
+        results = [
+            call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
+        ]
+    for product, made in zip(launch.products, results, strict=True):
+        product.node.replace_all_uses_with(made)
+    return new
+
+
+def described(launch: fx.Node) -> str:
+    """The widths of what a call of the op reads and makes, for the report."""
+    args: Any = launch.args
+    sizes = " + ".join(str(weight.meta["val"].shape[0]) for weight in args[1])
+    return f"{args[0].meta['val'].shape[1]} -> {sizes}"
