@@ -43,9 +43,11 @@ ADDED_UP = 5120
 # By hidden size, because the peak grows with its square root.
 PEAK = {2048: 0.28, 7168: 0.21}
 
-# Options of engines with the fusion: `auto` is what the flag alone does; `planted` has an error.
+# Options of engines with the fusion: `auto` is what the flag alone does, `region` the same with
+# vLLM's products; `planted` has an error.
 OPTIONS: dict[str, dict[str, str]] = {
     "fused": {"attention": "vllm"}, "portable": {"attention": "portable"}, "auto": {},
+    "region": {"projections": "vllm"},
     "planted": {"attention": "vllm"},
 }  # fmt: skip
 # Attention backends that arms ask for; else vLLM chooses.
