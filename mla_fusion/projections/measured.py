@@ -64,6 +64,12 @@ def shapes(name: str) -> dict[Shape, list[Row]]:
     return found
 
 
+def every() -> list[Shape]:
+    """Every shape that was measured on some GPU."""
+    names = [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
+    return [*dict.fromkeys(shape for name in names for shape in shapes(name))]
+
+
 def plan_for(
     device: torch.device, sizes: tuple[int, ...], k: int, tokens: int, norm: bool,
     dtype: torch.dtype,
