@@ -75,6 +75,8 @@ def call_of(plan: Plan | None, given: Inputs) -> Call:
         return lambda i: launch(plan, x, given.weights[i], norm_weight, EPSILON)
     if norm_weight is None:
         return lambda i: reference.project(x, given.weights[i])
+    # Every shape is a compilation of its own; beyond the limit they would run eagerly.
+    torch._dynamo.config.recompile_limit = 256
     norm = torch.compile(reference.rms_norm, dynamic=False)
     return lambda i: reference.project(norm(x, norm_weight, EPSILON), given.weights[i])
 
