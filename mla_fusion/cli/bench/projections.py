@@ -115,7 +115,7 @@ def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
             if plan is not None:
                 key = small, tile_of(n), name
                 works.setdefault(key, functools.partial(call_of(plan, given), 0))
-    side_by_side(works.values(), torch.device("cuda", torch.cuda.current_device()))
+    side_by_side(works.values(), _random(1).device)
 
 
 def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
