@@ -5,7 +5,7 @@ import argparse
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from mla_fusion.projections.triton import launch
 
 TORCH = "torch"
 EPSILON = 1e-6
-# Weights of distinct calls in one graph, in bytes: several times the L2 cache of any GPU.
+# Least bytes of weights of distinct calls in one graph: several times the L2 cache of any GPU.
 DISTINCT = 220_000_000
 WORST = 1.05  # most error of ours over that of cuBLAS
 COLUMNS = ["sizes", "k", "norm", "tokens", "candidate", *TIMES, "floor_us", "gbps", "error"]
@@ -48,13 +48,21 @@ def make_inputs(shape: Shape, tokens: int, weights: list[list[torch.Tensor]]) ->
 
 
 def make_weights(shape: Shape) -> list[list[torch.Tensor]]:
-    """Weights of `DISTINCT` bytes in all, and of 16 layers at least."""
-    count = max(16, -(-DISTINCT // (2 * shape.k * sum(shape.sizes))))
+    """Weights of `DISTINCT` bytes in all, and of 4 layers at least."""
+    count = max(4, -(-DISTINCT // (2 * shape.k * sum(shape.sizes))))
     return [[_random(n, shape.k) / shape.k**0.5 for n in shape.sizes] for _ in range(count)]
 
 
 def _random(*size: int) -> torch.Tensor:
     return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+
+def inputs(shapes: Iterable[Shape], counts: Sequence[int]) -> Iterator[Inputs]:
+    """The calls of some shapes, each with these numbers of tokens."""
+    for shape in shapes:
+        weights = make_weights(shape)
+        for tokens in counts:
+            yield make_inputs(shape, tokens, weights)
 
 
 def candidates(shape: Shape, tokens: int) -> dict[str, Plan | None]:
@@ -90,15 +98,9 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilin
     shapes = [asked] if settings.sizes else measured.every()
     torch.manual_seed(0)
     compile_all(shapes, settings.tokens)
-
-    def work() -> Iterator[Inputs]:
-        for shape in shapes:
-            weights = make_weights(shape)
-            for tokens in settings.tokens:
-                yield make_inputs(shape, tokens, weights)
-
     rows = functools.partial(measure, rounds=settings.rounds, ceilings=ceilings)
-    found = records.table(settings.csv, facts, COLUMNS, work(), rows)
+    work = inputs(shapes, settings.tokens)
+    found = records.table(settings.csv, facts, COLUMNS, work, rows)
     path = settings.csv.with_suffix(".json")
     write_table(path, table(found, facts))
     print(f"microseconds; ! marks a failed check. Rows: {settings.csv}, of the fastest: {path}")
