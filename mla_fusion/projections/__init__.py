@@ -1,38 +1,65 @@
 """Products of up to 16 tokens with weights, the RMSNorm of their input included.
 
-It knows torch alone, and no vLLM."""
+It knows torch and Triton, and no vLLM. `plan_for` says whether a product was measured faster here
+than `torch.mm`, and `project` computes it."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
 import torch
 
-MAX_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The launch of one product."""
-
-
-def plan_for(
-    device: torch.device, sizes: tuple[int, ...], k: int, tokens: int, norm: bool,
-    dtype: torch.dtype,
-) -> Plan | None:  # fmt: skip
-    """The plan of a kernel that was measured faster here than norm and `torch.mm`; else None.
-
-    sizes: rows N of each weight [N, k]. tokens: rows of x. norm: x is normalized first."""
-    return None
+from mla_fusion.projections.measured import DTYPES
+from mla_fusion.projections.measured import plan_for as plan_for
+from mla_fusion.projections.plans import MAX_TOKENS as MAX_TOKENS
+from mla_fusion.projections.plans import Plan as Plan
 
 
 def project(
     x: torch.Tensor, weights: list[torch.Tensor], norm_weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N].
+    """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
+    the same type, bf16 or fp16, summed in fp32 and rounded once.
 
-    With norm_weight [K], x is normalized by RMSNorm first, rounded before and after its weight."""
+    T is 1 to 16. Rows of x and of the weights may be strided, their elements not. With norm_weight
+    [K], x is normalized by RMSNorm first: in fp32, rounded before and after its weight. Raises
+    ValueError for other inputs, and where `plan_for` has no plan."""
+    check(x, weights, norm_weight)
+    sizes, (tokens, k) = tuple(weight.shape[0] for weight in weights), x.shape
+    plan = plan_for(x.device, sizes, k, tokens, norm_weight is not None, x.dtype)
+    if plan is None:
+        raise ValueError(
+            f"no kernel was measured faster for {tokens} tokens, K {k} and N {sizes} on "
+            f"{x.device}; ask plan_for first, and use torch.mm where it returns None"
+        )
+    from mla_fusion.projections.triton import launch
+
+    return launch(plan, x, weights, norm_weight, epsilon)
+
+
+def check(x: torch.Tensor, weights: list[torch.Tensor], norm_weight: torch.Tensor | None) -> None:
+    """Raise ValueError for inputs that the kernels do not take."""
+    if len(weights) not in (1, 2):
+        raise ValueError(f"weights must be one or two tensors, got {len(weights)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x must be bf16 or fp16, got {x.dtype}")
+    if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
+        raise ValueError(f"x must be [T, K] with T of 1 to {MAX_TOKENS}, got {list(x.shape)}")
+    named = {"x": x} | {f"weights[{index}]": weight for index, weight in enumerate(weights)}
+    k = x.shape[1]
+    for name, tensor in named.items():
+        if tensor.dim() != 2 or tensor.shape[1] != k:
+            raise ValueError(
+                f"{name} must be [N, {k}], as x has {k} columns; got {[*tensor.shape]}"
+            )
+        if tensor.stride(1) != 1 and k > 1:
+            raise ValueError(f"{name} must have dense rows, got strides {tensor.stride()}")
+        if tensor.shape[0] * tensor.stride(0) >= 2**31:
+            raise ValueError(f"{name} spans 2^31 elements or more, beyond the kernel's offsets")
     if norm_weight is not None:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        x = (wide * scale).to(x.dtype) * norm_weight
-    return [torch.mm(x, weight.t()) for weight in weights]
+        if norm_weight.shape != (k,) or norm_weight.stride(0) != 1:
+            raise ValueError(f"norm_weight must be dense, [{k}], got {[*norm_weight.shape]}")
+        named["norm_weight"] = norm_weight
+    for name, tensor in named.items():
+        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            kind = f"{tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{name} must be {x.dtype} on {x.device} as x, got {kind}")

@@ -1,0 +1,176 @@
+"""Two Triton kernels for x @ w.T with up to 16 rows of x, where a GPU's time is reading w.
+
+A CTA has BLOCK_N rows of a weight and all of K, in the registers of its warps. It loads them before
+`gdc_wait`, while the launch in front still computes x: weights are parameters, which no kernel
+writes. Behind `gdc_wait` come the loads of x, the sums in fp32, and the store.
+
+No CTA ends, or writes, before its `gdc_wait`: see "Programmatic launch" in docs/kernels.md.
+"""
+
+# ruff: noqa: RUF005 (Triton 3.6 does not unpack a tuple within another)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# They differ between calls of one layer, and compile no variant of their own.
+NUMBERS = ["x_row", "tokens"]
+
+
+@triton.jit
+def _weight_of(pid, w0, w1, y0, y1, n0, n1, row0, row1, BLOCK_N: tl.constexpr, TWO: tl.constexpr):
+    """Weight, output, their rows and columns, the weight's row stride, and the first row of program
+    `pid`. Programs of the first weight come first."""
+    w, y, n, row, block = w0, y0, n0, row0, pid
+    if TWO:
+        first = tl.cdiv(n0, BLOCK_N)
+        if pid >= first:
+            w, y, n, row, block = w1, y1, n1, row1, pid - first
+    return w, y, n, row, block * BLOCK_N
+
+
+@triton.jit
+def _load(ptr, row, rows, k, K: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: tl.constexpr):
+    """Elements behind `ptr`, zeros beyond `rows` and K. Loads without a mask are wide for sure."""
+    if FULL_ROWS and FULL_K:
+        x = tl.load(ptr)
+    elif FULL_K:
+        x = tl.load(ptr, mask=(row < rows) & (k >= 0), other=0.0)
+    else:
+        x = tl.load(ptr, mask=(row < rows) & (k < K), other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def vector(
+    x_ptr, w0, w1, norm_ptr, y0, y1, n0, n1, row0, row1, x_row, tokens, epsilon,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr, CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr, FULL_K: tl.constexpr,
+    TWO: tl.constexpr, NORM: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: each of W warps has BLOCK_N / W whole rows, lane i 8 elements of each 256."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w, y, end, row, start = _weight_of(
+        tl.program_id(0), w0, w1, y0, y1, n0, n1, row0 * ALIGN, row1 * ALIGN, BLOCK_N, TWO
+    )
+    R: tl.constexpr = BLOCK_N // W
+    warp = tl.arange(0, W)[:, None, None]
+    inner = tl.arange(0, J)[None, :, None] * 256 + tl.arange(0, 256)[None, None, :] + warp * 0
+    tiles = ()
+    for i in tl.static_range(AHEAD):
+        for r in tl.static_range(R):
+            n, k = start + r * W + warp, i * J * 256 + inner
+            tiles = tiles + (_load(w + n * row + k, n, end, k, K, FULL_N, FULL_K),)
+    norms = ()
+    if NORM:
+        for i in tl.static_range(CHUNKS):
+            k = i * J * 256 + inner
+            norms = norms + (_load(norm_ptr + k, warp, W, k, K, True, FULL_K),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in tl.static_range(AHEAD, CHUNKS):
+        for r in tl.static_range(R):
+            n, k = start + r * W + warp, i * J * 256 + inner
+            tiles = tiles + (_load(w + n * row + k, n, end, k, K, FULL_N, FULL_K),)
+    xs = ()
+    for i in tl.static_range(CHUNKS):
+        k = i * J * 256 + inner
+        xs = xs + (_load(x_ptr + k, warp, W, k, K, True, FULL_K).to(tl.float32),)
+    if NORM:
+        squares = tl.zeros((W, 256), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            squares += tl.sum(xs[i] * xs[i], axis=1)
+        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + epsilon)[:, None, None]
+    sums = ()
+    for _ in tl.static_range(R):
+        sums = sums + (tl.zeros((W, 256), tl.float32),)
+    for i in tl.static_range(CHUNKS):
+        x = xs[i]
+        if NORM:
+            x = (x * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
+            x = (x * norms[i].to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
+        more = ()
+        for r in tl.static_range(R):
+            more = more + (sums[r] + tl.sum(tiles[i * R + r].to(tl.float32) * x, axis=1),)
+        sums = more
+    for r in tl.static_range(R):
+        n = start + r * W + tl.arange(0, W)
+        tl.store(y + n, tl.sum(sums[r], axis=1).to(y.dtype.element_ty), mask=n < end)
+
+
+@triton.jit
+def _fragments(
+    ptr, row, first, end, start, K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr,
+    W: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: tl.constexpr,
+):  # fmt: skip
+    """[W, ROWS, J * 32] elements of a matrix, as operand of a matrix instruction without a trip
+    through shared memory: a slice of K for each of W warps, in an order of K in which the 8
+    elements that a lane loads at once are those that it must hold. Both operands have that order,
+    and the order of a sum's terms is free."""
+    part = tl.arange(0, ROWS // 8 * J)[None, :, None]
+    warp = tl.arange(0, W)[:, None, None]
+    inner = tl.arange(0, 256)[None, None, :]
+    r = first + part // J * 8 + inner // 32
+    k = start + (warp * J + part % J) * 32 + inner % 32
+    x = _load(ptr + r * row + k, r, end, k, K, FULL_ROWS, FULL_K)
+    # [warp, 8 rows, 32 of K, row, lane % 4, 16 of K, 8 of K, 2]
+    x = tl.reshape(x, (W, ROWS // 8, J, 8, 4, 2, 2, 2))
+    x = tl.permute(x, (0, 1, 3, 2, 5, 6, 4, 7))
+    return tl.reshape(x, (W, ROWS, J * 32))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def matrix(
+    x_ptr, w0, w1, norm_ptr, y0, y1, n0, n1, row0, row1, x_row, tokens, epsilon,
+    K: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr,
+    CHUNKS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr,
+    FULL_K: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to TILE tokens, 8 or 16, by matrix instructions: each of W warps has a slice of K of all
+    BLOCK_N rows, and the sums of the warps are added through shared memory."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w, y, end, row, start = _weight_of(
+        tl.program_id(0), w0, w1, y0, y1, n0, n1, row0 * ALIGN, row1 * ALIGN, BLOCK_N, TWO
+    )
+    x_row = x_row * ALIGN
+    STEP: tl.constexpr = J * W * 32
+    tiles = ()
+    for i in tl.static_range(AHEAD):
+        k = i * STEP
+        tile = _fragments(w, row, start, end, k, K, BLOCK_N, J, W, FULL_N, FULL_K)
+        tiles = tiles + (tile,)
+    norms = ()
+    if NORM:
+        for i in tl.static_range(CHUNKS):
+            norms = norms + (_fragments(norm_ptr, 0, 0, 8, i * STEP, K, 8, J, W, True, FULL_K),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    xs = ()
+    for i in tl.static_range(CHUNKS):
+        k = i * STEP
+        xs = xs + (_fragments(x_ptr, x_row, 0, tokens, k, K, TILE, J, W, False, FULL_K),)
+        if i >= AHEAD:
+            tile = _fragments(w, row, start, end, k, K, BLOCK_N, J, W, FULL_N, FULL_K)
+            tiles = tiles + (tile,)
+    if NORM:
+        squares = tl.zeros((W, TILE), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            x = xs[i].to(tl.float32)
+            squares += tl.sum(x * x, axis=2)
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + epsilon)[None, :, None]
+    sums = tl.zeros((W, TILE, BLOCK_N), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        x = xs[i]
+        if NORM:
+            x = (x.to(tl.float32) * scale).to(x.dtype)
+            x = tl.reshape(x, (W, TILE // 8, 8, J * 32))
+            weight = tl.reshape(norms[i], (W, 1, 8, J * 32)).to(tl.float32)
+            x = tl.reshape((x.to(tl.float32) * weight).to(x.dtype), (W, TILE, J * 32))
+        sums = tl.dot(x, tl.trans(tiles[i], (0, 2, 1)), sums)
+    total = tl.sum(sums, axis=0).to(y.dtype.element_ty)
+    n = start + tl.arange(0, BLOCK_N)[None, :]
+    t = tl.arange(0, TILE)[:, None]
+    tl.store(y + t * end + n, total, mask=(n < end) & (t < tokens))

@@ -1,0 +1,136 @@
+"""Measurements of the kernels against cuBLAS. `projections=auto` decides by them.
+
+`gpus/` has a JSON file for each GPU:
+
+    gpu, torch, triton, commit, command
+    shapes   {"sizes": columns N of each result, "k": K, "norm": whether x is normalized first,
+              "rows": [...]}
+
+A row has `tokens`, the fastest `plan` (kernel, block_n, num_warps), and p20, p50 and p80 in us of
+`ours` and of `torch`: its `mm` of each weight behind an RMSNorm kernel. Weights were bf16; fp16 has
+the same bytes and instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_fusion import gpu
+from mla_fusion.projections.plans import PLANS, Plan
+
+FOLDER = Path(__file__).with_name("gpus")
+DTYPES = torch.bfloat16, torch.float16
+GAIN = 1.05  # least time of cuBLAS over ours, where the shape itself was measured
+ESTIMATED_GAIN = 1.10  # the same, where it goes by the nearest measured shape
+NEAR = math.log(2)  # farthest such shape: N or K differs by this factor, as a logarithm
+
+
+class Shape(NamedTuple):
+    """One launch: columns of its results, K, and whether it normalizes x first."""
+
+    sizes: tuple[int, ...]
+    k: int
+    norm: bool
+
+
+class Row(NamedTuple):
+    """The fastest plan of a shape for some number of tokens, and median times in microseconds."""
+
+    tokens: int
+    plan: Plan
+    ours: float
+    cublas: float
+
+
+_own: dict[str, dict[Shape, list[Row]]] = {}  # by GPU, of `prefer`
+
+
+def shapes(name: str) -> dict[Shape, list[Row]]:
+    """The rows of a GPU by shape, fewest tokens first; empty if nothing was measured on it."""
+    return _shipped(name) | _own.get(name, {})
+
+
+@functools.cache
+def _shipped(name: str) -> dict[Shape, list[Row]]:
+    tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
+    return next((parse(table) for table in tables if table["gpu"] == name), {})
+
+
+def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
+    """The rows of a file's content. Raises ValueError if it has another form."""
+    try:
+        found = {
+            Shape(tuple(each["sizes"]), each["k"], each["norm"]): [
+                Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
+                for row in each["rows"]
+            ]
+            for each in table["shapes"]
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from None
+    if unknown := {row.plan for rows in found.values() for row in rows} - {*PLANS}:
+        raise ValueError(f"no plan is {unknown.pop()}")
+    return found
+
+
+def prefer(name: str, rows: dict[Shape, list[Row]]) -> None:
+    """Let the rows of these shapes go before the shipped ones of a GPU, in this process."""
+    _own[name] = rows
+    _chosen.cache_clear()
+
+
+def every() -> list[Shape]:
+    """Every shape that was measured on some GPU."""
+    names = [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
+    return [*dict.fromkeys(shape for name in names for shape in shapes(name))]
+
+
+def plan_for(
+    device: torch.device, sizes: tuple[int, ...], k: int, tokens: int, norm: bool,
+    dtype: torch.dtype,
+) -> Plan | None:  # fmt: skip
+    """The plan of a kernel that was measured faster on this GPU than cuBLAS; None if none was.
+
+    sizes: rows N of each weight [N, k]. tokens: rows of x, at least 1. norm: x is normalized first.
+
+    The row of the next larger measured number of tokens decides. A shape that was not measured goes
+    by the nearest one with as many weights and the same `norm`, if both the sum of N and K are
+    within a factor of two: ours must be 5 % faster, then 10 %."""
+    if dtype not in DTYPES or not sizes or tokens < 1:
+        return None
+    return _chosen(gpu.of(device).name, Shape(tuple(sizes), k, norm), tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
+    rows = shapes(name)
+    nearest = shape if shape in rows else _nearest(rows, shape)
+    if nearest is None:
+        return None
+    row = next((row for row in rows[nearest] if row.tokens >= tokens), None)
+    gain = GAIN if nearest == shape else ESTIMATED_GAIN
+    if row is None or row.cublas < gain * row.ours:
+        return None
+    return row.plan if row.plan.fits(shape.k, tokens) else None
+
+
+def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
+    """The measured shape with the least distance of the logarithms of N and K."""
+
+    def apart(other: Shape) -> tuple[float, float]:
+        columns = math.log(sum(other.sizes) / sum(shape.sizes))
+        return abs(columns), abs(math.log(other.k / shape.k))
+
+    alike = [
+        other for other in rows
+        if (len(other.sizes), other.norm) == (len(shape.sizes), shape.norm)
+        and max(apart(other)) <= NEAR
+    ]  # fmt: skip
+    return min(alike, key=lambda other: sum(apart(other)), default=None)

@@ -1,0 +1,62 @@
+"""The kernels of products under the repaired interpreter, by the checks of `mla-fusion selftest`,
+and those of kernels with a bug; tests/kernels/test_interpreted.py runs this."""
+
+import pytest
+import torch
+
+from mla_fusion.cli.selftest import projections
+from mla_fusion.projections import reference
+from mla_fusion.projections.plans import PLANS
+from mla_fusion.projections.triton import launch
+from tests.kernels import interpreter
+from tests.nightly import daily
+
+interpreter.install()
+DAILY = PLANS[1], PLANS[4], PLANS[6]
+
+
+@pytest.mark.parametrize("plan", daily(PLANS, *DAILY))
+def test_every_case_is_right(plan):
+    found = [*projections.check(plan, thorough=False, device="cpu")]
+    assert all(each.right for each in found), [each for each in found if not each.right]
+
+
+@pytest.mark.parametrize("plan, tokens", [(PLANS[1], 1), (PLANS[4], 4)])
+def test_the_norm_rounds_where_the_reference_does(plan, tokens):
+    """An identity instead of a weight shows the normalized x. The order of the squares may round
+    few elements the other way."""
+    case = projections.Case(tokens, 256, (), norm=True)
+    x, _, weight, epsilon = projections.build(case, "cpu")
+    [got] = launch(plan, x, [torch.eye(256, dtype=x.dtype)], weight, epsilon)
+    assert (got != reference.rms_norm(x, weight, epsilon)).float().mean() < 0.01
+
+
+def once_rounded(plan, x, weights, norm, epsilon):
+    """The norm rounds after its weight alone."""
+    if norm is None:
+        return launch(plan, x, weights)
+    wide = x.float()
+    wide *= torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * norm.float()
+    return launch(plan, wide.to(x.dtype), weights)
+
+
+BUGS = {
+    "a step off": lambda plan, *given: [y + y * 2**-7 for y in launch(plan, *given)],
+    "last of K": lambda plan, x, w, *rest: launch(plan, x[:, :-1], [a[:, :-1] for a in w], *rest),
+    "rows": lambda plan, x, *rest: launch(plan, x.flip(1).contiguous(), *rest),
+    "norm": once_rounded,
+    "no NaN": lambda plan, *given: [y.nan_to_num() for y in launch(plan, *given)],
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_seen(bug, monkeypatch):
+    monkeypatch.setattr(projections, "launch", BUGS[bug])
+    assert not all(each.right for each in projections.check(DAILY[1], False, "cpu"))
+
+
+def test_two_launches_that_differ(monkeypatch):
+    runs = iter(range(1000))
+    other = lambda *given: [y * (next(runs) % 2) for y in launch(*given)]  # noqa: E731
+    monkeypatch.setattr(projections, "launch", other)
+    assert "two launches differ" in next(projections.check(DAILY[0], False, "cpu")).wrong

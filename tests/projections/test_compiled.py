@@ -1,0 +1,58 @@
+"""The kernels of products compiled (not run) for Hopper: every shipped plan."""
+
+import itertools
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+from mla_fusion.projections import kernel, measured
+from mla_fusion.projections.measured import Shape
+from mla_fusion.projections.plans import Plan
+from mla_fusion.projections.triton import launch_arguments
+from tests.attention.without_memory import meta
+from tests.gpus import imitated
+from tests.kernels.compiled import compile_report, is_one_variant
+from tests.nightly import daily
+
+SHIPPED = [
+    (shape, row)
+    for path in sorted(measured.FOLDER.glob("*.json"))
+    for shape, rows in measured.shapes(json.loads(path.read_bytes())["gpu"]).items()
+    for row in rows
+]
+# One launch of each kernel, and the one that needs most registers.
+FEW = [each for each in SHIPPED if each[0] in (((3072, 576), 2048, False), ((2048,), 5120, False))
+       and each[1].tokens in (1, 16)]  # fmt: skip
+
+
+def arguments(plan, shape, tokens, row=None):
+    """A launch on the meta device; `row` is the stride of x."""
+    k, norm = shape.k, meta(shape.k) if shape.norm else None
+    x, weights = meta(tokens, row or k)[:, :k], [meta(n, k) for n in shape.sizes]
+    with imitated("sm_90"):
+        outputs = [meta(tokens, n) for n in shape.sizes]
+        return launch_arguments(plan, x, weights, norm, 1e-6, outputs)
+
+
+@pytest.mark.parametrize("case", daily(SHIPPED, *FEW), ids=str)
+def test_weights_are_under_way_before_the_wait(case):
+    shape, row = case
+    given = arguments(row.plan, shape, row.tokens)
+    found = compile_report("sm_90", getattr(kernel, row.plan.kernel), (), given)
+    wait = found.order.index("ACQBULK")
+    loads = row.plan.registers(shape.k, row.plan.block_n) // 4  # of 16 bytes, of a thread
+    ahead = given["AHEAD"] / given["CHUNKS"]
+    assert found.order[:wait].count("LDG.128") >= int(ahead * loads), found
+    assert "STG" not in found.order[:wait] and "PREEXIT" in found.order[:wait], found
+    assert found.matrix == (("HMMA",) if row.plan.kernel == "matrix" else ()), found
+    assert found.spills == 0 or row.tokens == 16, found
+
+
+@pytest.mark.parametrize("tokens", [(2, 7, 8), (9, 15, 16)])
+def test_neither_tokens_nor_the_row_of_x_is_a_variant(tokens):
+    shape = Shape((1024,), 2048, False)
+    given = [arguments(Plan("matrix", 16, 4), shape, n, row)
+             for n, row in itertools.product(tokens, (2048, 2112, 3072 + 8))]  # fmt: skip
+    assert is_one_variant("sm_90", kernel.matrix, [((), each) for each in given])
