@@ -97,8 +97,9 @@ def _is_opaque(node: fx.Node) -> bool:
     name = called(node)
     if not name or is_aten(node) or name.startswith(f"{NAMESPACE}::"):
         return False
-    matrices = [n for n in node.all_input_nodes if _is_matrix(n)]
-    others = [n for n in node.all_input_nodes if n not in matrices]
+    sources = {n: _source(n) for n in node.all_input_nodes}
+    matrices = [source for source in sources.values() if _is_matrix(source)]
+    others = [n for n, source in sources.items() if source not in matrices]
     read = {value.shape[-1] for n in others for value in tensors(n) if value.dim() > 1}
     made = {value.shape[-1] for value in tensors(node) if value.dim() > 1}
     shapes = (tuple(matrix.meta["val"].shape) for matrix in matrices)

@@ -120,6 +120,13 @@ def test_the_page_says_what_the_report_says():
     assert "2 of 3 MLA layers of the decode graphs fused" in said
     assert "Model<V3>" in said and "q <b> & more" in said and said.count("untouched") == 2
     assert [len(tree.findall(f".//{tag}")) for tag in ("{*}svg", "table")] == [2, 4]
+    # Products of few tokens, ours and others with their reason, have a part of their own.
+    made = stored()
+    made.ranges[0].products = {"2048 -> 3072 + 576": 27}
+    made.ranges[0].plain_products = {Decline("product-slower", "2048 -> 64"): 26}
+    tree, said = parsed(views.page(made))
+    assert "2048 -> 3072 + 576" in said and "[product-slower]" in said
+    assert len(tree.findall(".//table")) == 6
     # Where nothing fused there are the reasons and no graph.
     tree, said = parsed(views.page(stored(None)))
     assert "0 of 3 MLA layers" in said and "[shape]" in said

@@ -16,13 +16,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.projections.plans import Plan
+from mla_fusion.projections.plans import PLANS, Plan
 
 FOLDER = Path(__file__).with_name("gpus")
 DTYPES = torch.bfloat16, torch.float16
@@ -48,20 +49,47 @@ class Row(NamedTuple):
     cublas: float
 
 
-@functools.cache
+_own: dict[str, dict[Shape, list[Row]]] = {}  # by GPU, of `prefer`
+
+
 def shapes(name: str) -> dict[Shape, list[Row]]:
     """The rows of a GPU by shape, fewest tokens first; empty if nothing was measured on it."""
-    found: dict[Shape, list[Row]] = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        table: Any = json.loads(path.read_bytes())
-        if table["gpu"] == name:
-            for each in table["shapes"]:
-                shape = Shape(tuple(each["sizes"]), each["k"], each["norm"])
-                found[shape] = [
-                    Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
-                    for row in each["rows"]
-                ]
+    return _shipped(name) | _own.get(name, {})
+
+
+@functools.cache
+def _shipped(name: str) -> dict[Shape, list[Row]]:
+    tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
+    return next((parse(table) for table in tables if table["gpu"] == name), {})
+
+
+def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
+    """The rows of a file's content. Raises ValueError if it has another form."""
+    try:
+        found = {
+            Shape(tuple(each["sizes"]), each["k"], each["norm"]): [
+                Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
+                for row in each["rows"]
+            ]
+            for each in table["shapes"]
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from None
+    if unknown := {row.plan for rows in found.values() for row in rows} - {*PLANS}:
+        raise ValueError(f"no plan is {unknown.pop()}")
     return found
+
+
+def prefer(name: str, rows: dict[Shape, list[Row]]) -> None:
+    """Let the rows of these shapes go before the shipped ones of a GPU, in this process."""
+    _own[name] = rows
+    _chosen.cache_clear()
+
+
+def every() -> list[Shape]:
+    """Every shape that was measured on some GPU."""
+    names = [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
+    return [*dict.fromkeys(shape for name in names for shape in shapes(name))]
 
 
 def plan_for(

@@ -28,7 +28,7 @@ class Plan:
         weights = self.registers(k, self.block_n)
         if self.kernel == "vector":
             return tokens == 1 and weights <= 130
-        return weights + min(64, self.registers(k, tile_of(tokens))) <= 227
+        return tokens <= MAX_TOKENS and weights + min(64, self.registers(k, tile_of(tokens))) <= 227
 
     def ahead(self, k: int, tokens: int, chunks: int) -> int:
         """How many of the chunks of the weights are loaded before the wait for the launch in front:

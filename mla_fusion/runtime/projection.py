@@ -9,6 +9,7 @@ import torch
 
 from mla_fusion import projections
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import arithmetic
 
 
 def project(
@@ -23,15 +24,20 @@ def project(
     few = 0 < tokens <= projections.MAX_TOKENS
     if few and projections.plan_for(*given, norm_weight is not None, x.dtype):
         return projections.project(x, [*weights], norm_weight, epsilon)
+    return plain(x, weights, norm_weight, epsilon)
+
+
+def plain(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], norm_weight: torch.Tensor | None,
+    epsilon: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The same by vLLM's norm and `torch.mm`."""
     if norm_weight is not None:
         x = _normalized(x, norm_weight, epsilon)
     return [torch.mm(x, weight.t()) for weight in weights]
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of x [T, K] as vLLM's kernel computes it, or on a CPU as the unfused graph does."""
-    if x.is_cuda:
-        return vllm_compat.rms_norm(x, weight, epsilon)
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (wide * scale).to(x.dtype) * weight
+    """RMSNorm of x [T, K] by vLLM's kernel, or on a CPU by the formula, which it rounds alike."""
+    norm = vllm_compat.rms_norm if x.is_cuda else arithmetic.rms_norm
+    return norm(x, weight, epsilon)

@@ -9,7 +9,7 @@ import pytest
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import decode
-from mla_fusion.cli.calibrate import command, measure
+from mla_fusion.cli.calibrate import command, measure, products
 from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
 from mla_fusion.measure import decode_peers as peers
@@ -34,6 +34,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(records.FACTS, ""))
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
     monkeypatch.setattr(decode, "compile_ours", lambda cases: None)
+    monkeypatch.setattr(products, "calibrate", lambda *_: 0)  # test_calibrate_products.py has it
     config = tmp_path / "config.json"
 
     bad = []

@@ -14,7 +14,7 @@ from mla_fusion.cli import child
 from mla_fusion.config import vllm_compat
 
 BUCKET = 4
-NAMED = ("provider", "attention", "max_split_per_batch")  # options of this library
+NAMED = ("provider", "attention", "projections", "max_split_per_batch")  # options of this library
 PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 
 
@@ -24,7 +24,9 @@ def serve(job, progress):
     Options: flag; one_graph (vLLM compiles all in one graph, with a range for the bucket);
     custom_pass (the same, and the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
     (whose measurements this library asks for; Inductor gets what it does for a GPU); fp8_ops
-    (imitate the quantizations that a CPU build lacks); engines (how many); flags (in place of flag:
+    (imitate the quantizations that a CPU build lacks); products (linear layers as on CUDA, and a
+    plan for each product, which torch computes: "plain", or "normed" behind a norm too); engines
+    (how many); flags (in place of flag:
     one for each engine, which serves at once, and again after all others); processes ("spawn" or
     "fork": how the engine core starts in a process of its own, in which no graph is recorded);
     fault (once all is served, the provider raises in the third step of the first engine; the
@@ -36,6 +38,8 @@ def serve(job, progress):
     _configure_cpu(options.get("processes"), by_plugin=bool(options.get("flag")))
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
+    if planned := options.get("products"):
+        _plan_products(normed=planned == "normed")
     kernels = _record_kernels()
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     engines, served = [], []
@@ -184,6 +188,25 @@ def _record_kernels():
 
     GraphLowering.save_output_code = staticmethod(save)
     return kernels
+
+
+def _plan_products(normed):
+    """Products of the graph, where vLLM has ops for a CPU, and a plan of this library for each."""
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers import utils
+
+    from mla_fusion import projections
+    from mla_fusion.runtime import projection
+
+    def dispatch(layer, remove_weight):
+        layer.cpu_linear = linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+    def plan_for(device, sizes, k, tokens, norm, dtype):
+        return "a plan" if normed or not norm else None
+
+    projections.plan_for, projections.project = plan_for, projection.plain
 
 
 def _count_refreshes():

@@ -35,7 +35,16 @@ def no_records():
     report.forget()
 
 
-def run_pass(module, spec, start, end, attention="auto", provider="reference", **of_layers):
+def run_pass(
+    module,
+    spec,
+    start,
+    end,
+    attention="auto",
+    provider="reference",
+    projections="auto",
+    **of_layers,
+):
     """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
     engine = Engine(spec)
     for layer in engine.layers.values():
@@ -45,7 +54,7 @@ def run_pass(module, spec, start, end, attention="auto", provider="reference", *
         override_forward_context(engine.context(DECODE)),
         pass_context(Range(start=start, end=end)),
     ):
-        MLAFusionPass(provider, BUCKET, attention)(module.graph)
+        MLAFusionPass(provider, BUCKET, attention, 1, projections)(module.graph)
     (record,) = report._records
     return record
 
@@ -142,6 +151,17 @@ def test_ops_must_split_the_graph_where_the_attention_does(partition, fused):
         record = run_pass(build(spec), spec, 1, BUCKET)
     assert record.fused == fused
     assert reasons(record) == ([] if fused else ["splitting-ops"])
+
+
+def test_products_decline_alone():
+    """The layer fuses; pass 7 does not look at them if it is told so, or outside the bucket."""
+    spec = Spec(layers=2)
+    for end, projections, kept in ((4, "auto", 6), (4, "vllm", 0), (5, "auto", 0)):
+        report.forget()
+        record = run_pass(build(spec), spec, 1, end, projections=projections)
+        assert record.fused == (2 if end == BUCKET else 0)
+        assert sum(record.plain_products.values()) == kept
+        assert {decline.code for decline in record.plain_products} <= {"product-form"}
 
 
 def test_latents_without_metadata_are_declined():

@@ -6,16 +6,20 @@ import functools
 import pytest
 import torch
 from torch import fx
-from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear
+from vllm import ir
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.config.utils import Range
 
-from mla_fusion import ops, projections, runtime
+from mla_fusion import ops, projections, report, runtime
+from mla_fusion.kernels import arithmetic
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.projections import MLAProjectionPass, described
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.report import RangeReport
-from tests.passes import declare, edits, graphs
+from mla_fusion.runtime import projection
+from tests.passes import declare, edits, graphs, recorded
 from tests.passes.graphs import find, find_all, printed
 
 aten = torch.ops.aten
@@ -23,7 +27,8 @@ BF16 = torch.bfloat16
 PROJECTION = f"{ops.NAMESPACE}::{ops.PROJECTION}"
 K, Q, KV, OUT = 24, 40, 18, 32
 SHAPES = {"x": (5, K), "w_q": (Q, K), "w_kv": (KV, K), "w_o": (OUT, Q), "w_up": (K, OUT),
-          "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q)}  # fmt: skip
+          "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q), "gain": (KV,),
+          "w_b": (OUT, KV), "w_c": (K, KV)}  # fmt: skip
 runtime.register_ops()
 declare.op(
     "mla_fusion_tests", "opaque_linear(Tensor x, Tensor w) -> Tensor", linear,
@@ -32,19 +37,20 @@ declare.op(
 
 
 class Table:
-    """Which launches are faster: {(K, sizes)}, all where there are none; and those that ran."""
+    """Which launches are faster: (K, *sizes), ("norm", K, *sizes) with a norm, all if none is
+    given; and the number of tokens of those that ran."""
 
     def __init__(self, *faster, tokens=range(1, 17)):
         self.faster, self.tokens, self.ran = faster, tokens, []
 
     def plan_for(self, device, sizes, k, tokens, norm, dtype):
         assert dtype in (BF16, torch.float16) and 0 < tokens <= projections.MAX_TOKENS
-        known = (k, *sizes) in self.faster if self.faster else True
-        return projections.Plan() if known and tokens in self.tokens else None
+        known = not self.faster or ("norm",) * norm + (k, *sizes) in self.faster
+        return "a plan" if known and tokens in self.tokens else None
 
-    def project(self, x, weights, norm_weight=None, epsilon=0.0):
+    def project(self, x, *args):
         self.ran.append(len(x))
-        return [torch.mm(x, weight.t()) for weight in weights]
+        return projection.plain(x, *args)
 
 
 @pytest.fixture
@@ -71,6 +77,20 @@ def layer(t):
     """Two products of one input, one of another, as q, kv_a and o_proj of a layer."""
     q, kv = linear(t["x"], t["w_q"]), linear(t["x"], t["w_kv"])
     return linear(q.sigmoid(), t["w_o"]), kv
+
+
+def with_norm(norm):
+    """A product behind the norm of a part of each row, as q_b of a layer."""
+    return lambda t: linear(norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5), t["w_b"])
+
+
+BEHIND_NORM = {"aten": with_norm(arithmetic.rms_norm), "vllm_ir": with_norm(ir.ops.rms_norm)}
+
+
+def two_behind_norm(t):
+    """Two products of a normed input, as those of the first layer."""
+    normed = arithmetic.rms_norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5)
+    return linear(normed, t["w_b"]), linear(normed, t["w_c"])
 
 
 def two_layers(t):
@@ -105,7 +125,6 @@ def _traced(model, dtype, dynamic, turned):
             return compile_fx(module, example_inputs)
 
     torch._dynamo.reset()
-    counters.clear()
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=None)
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         compiled(given)
@@ -283,6 +302,20 @@ def test_nothing_to_do_is_the_same_object(table):
         assert module.graph is graph and printed(module) == before
 
 
+@pytest.mark.parametrize("end, option, taken", [(4, "auto", 2), (5, "auto", 0), (4, "vllm", 0)])
+def test_a_piece_without_an_attention(end, option, taken, table):
+    """The last one of a model; a graph outside the bucket of 4 is the same printed code."""
+    table((K, Q, KV), (Q, OUT))
+    module = build()
+    before = printed(module)
+    report.forget()
+    with pass_context(Range(1, end)):
+        pipeline.MLAFusionPass("reference", 4, "auto", 1, option)(module.graph)
+    [record] = report._records
+    assert (record.layers, sum(record.products.values())) == (0, taken)
+    assert (printed(module) == before) is not bool(taken)
+
+
 @pytest.mark.parametrize("first, last, dynamic, taken", [
     (1, 64, True, True), (1, 3, True, False), (9, 64, True, False), (17, 64, True, False),
     (5, 5, False, True), (1, 64, False, True), (4, 4, False, False),
@@ -293,7 +326,51 @@ def test_plans_are_asked_for_the_tokens_that_a_graph_serves(first, last, dynamic
     assert bool(rewrite(build(dynamic=dynamic), first, last).products) is taken
 
 
-@pytest.mark.parametrize("model", [layer, two_layers])
+@pytest.mark.parametrize("spelling", BEHIND_NORM)
+def test_the_norm_in_front_goes_into_the_op(spelling, table):
+    table()
+    module = build(BEHIND_NORM[spelling])
+    record = rewrite(module)
+    assert record.products == {f"{K} -> {Q}": 1, f"RMSNorm, {KV} -> {OUT}": 1}
+    launch = find(module, PROJECTION, 1)
+    x, _, gain, epsilon = launch.args
+    assert (x.target, gain.name, epsilon) == (aten.slice.Tensor, "gain", 1e-5)
+    assert not find_all(module, "vllm_ir::rms_norm") and not find_all(module, aten.rsqrt.default)
+
+
+def read_elsewhere(module):
+    """The normed value has a reader that is no product."""
+    edits.read_also(module, find_all(module, aten.mm.default)[-1].args[0])
+
+
+@pytest.mark.parametrize(
+    "model, faster, edit, launches",
+    [
+        (BEHIND_NORM["aten"], (), read_elsewhere, ["24 -> 40", "18 -> 32"]),
+        (BEHIND_NORM["vllm_ir"], ((KV, OUT),), None, ["18 -> 32"]),
+        (two_behind_norm, (("norm", KV, OUT), (KV, OUT)), None, ["18 -> 32"]),
+        (two_behind_norm, (("norm", KV, OUT, K),), None, ["RMSNorm, 18 -> 32 + 24"]),
+    ],
+)
+def test_a_norm_that_others_read_or_that_was_not_measured_stays(
+    model, faster, edit, launches, table
+):
+    table(*faster)
+    module = build(model)
+    if edit:
+        edit(module)
+    before = graphs.copy(module)
+    assert [*rewrite(module).products] == launches
+    norms = find_all(module, aten.rsqrt.default) + find_all(module, "vllm_ir::rms_norm")
+    assert len(norms) == ("RMSNorm" not in launches[-1])
+    given = values()
+    assert all(map(torch.equal, run(before, given), run(module, given)))
+
+
+MODELS = [layer, two_layers, *BEHIND_NORM.values(), two_behind_norm]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_numerics_are_equal(model, dtype, table):
     """To the bit on a CPU. The kernels run up to 16 tokens where they have a plan."""
@@ -304,3 +381,44 @@ def test_numerics_are_equal(model, dtype, table):
         given = values(dtype, tokens)
         assert all(map(torch.equal, run(before, given), run(after, given)))
     assert {*known.ran} == {2, 16}
+
+
+RECORDED = sorted(recorded.FOLDER.glob("*.json.gz"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_products_of_a_recorded_layer(path, table):
+    """All that its graph shows; the norm of q_a goes into q_b, which alone reads it."""
+    table()
+    module = recorded.read(path)
+    opaque = path.name.startswith("output_")  # weights of fp8
+    products, norms = (len(find_all(module, op)) for op in (aten.mm.default, "vllm_ir::rms_norm"))
+    record = rewrite(module)
+    assert not find_all(module, aten.mm.default)
+    found = [
+        widths for launch in record.products for widths in launch.split(" -> ")[1].split(" + ")
+    ]
+    assert len(found) == products or opaque
+    assert {d.code for d in record.plain_products} == ({"product-opaque"} if opaque else set())
+    assert sum(record.plain_products.values()) == (5 if opaque else 0)
+    behind = sum(launch.startswith("RMSNorm") for launch in record.products)
+    assert len(find_all(module, "vllm_ir::rms_norm")) == norms - behind
+    assert behind == 1 + ("-q_lora" in path.name) or opaque
+
+
+def test_inductor_runs_the_op_with_parts_of_rows_and_several_results(table):
+    table()
+    settings = {
+        "post_grad_custom_post_pass": lambda graph: seen.append(rewrite(graph.owning_module)),
+        "force_disable_caches": True,
+    }  # fmt: skip
+    seen: list[RangeReport] = []
+    rewrite(module := build(two_behind_norm))
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(settings), torch.no_grad():
+        compiled = torch.compile(two_behind_norm, fullgraph=True)
+        for tokens in (3, 40):
+            given = values(tokens=tokens)
+            torch._dynamo.mark_dynamic(given["x"], 0)
+            assert all(map(torch.equal, compiled(given), run(module, given)))
+    assert {*seen[0].products} == {f"{K} -> {Q}", f"RMSNorm, {KV} -> {OUT} + {K}"}

@@ -13,20 +13,23 @@ from tests.gpus import imitate
 BF16 = torch.bfloat16
 ROW, PAIR, NORMED = ((1024,), 2048, False), ((1024, 512), 2048, False), ((1024,), 2048, True)
 TIMES = {1: (4.0, 6.0), 4: (5.0, 6.0), 16: (6.0, 6.2)}  # ours, cuBLAS
+PLAN_OF = {1: (8, 4), 4: (16, 4), 16: (8, 8)}
 WHERE = torch.device("cuda:0")
 
 
 @pytest.fixture
 def plan_for(monkeypatch, tmp_path):
     """plan_for(sizes, k, tokens, norm) on a GPU for which a table was written."""
-    rows = [{"tokens": n, "plan": ["matrix", 16, 4 + n], "ours": [0, ours, 9], "torch": [0, of, 9]}
-            for n, (ours, of) in TIMES.items()]  # fmt: skip
+    rows = [
+        {"tokens": n, "plan": ["matrix", *PLAN_OF[n]], "ours": [0, ours, 9], "torch": [0, of, 9]}
+        for n, (ours, of) in TIMES.items()
+    ]
     shapes = [dict(zip(("sizes", "k", "norm"), shape, strict=True), rows=rows)
               for shape in (ROW, PAIR)]  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps({"gpu": "Imagined", "shapes": shapes}))
     monkeypatch.setattr(measured, "FOLDER", tmp_path)
     imitate(monkeypatch, "sm_90", name="Imagined")
-    caches = measured.shapes, measured._chosen
+    caches = measured._shipped, measured._chosen
     [cache.cache_clear() for cache in caches]
     yield lambda sizes, k, tokens, norm=False: projections.plan_for(
         WHERE, sizes, k, tokens, norm, BF16
@@ -36,8 +39,8 @@ def plan_for(monkeypatch, tmp_path):
 
 def test_the_next_larger_measured_number_of_tokens_decides(plan_for):
     chosen = {tokens: plan_for(*ROW[:2], tokens) for tokens in range(1, 18)}
-    assert chosen[1] == Plan("matrix", 16, 5)
-    assert {chosen[n] for n in (2, 3, 4)} == {Plan("matrix", 16, 8)}
+    assert chosen[1] == Plan("matrix", 8, 4)
+    assert {chosen[n] for n in (2, 3, 4)} == {Plan("matrix", 16, 4)}
     assert {chosen[n] for n in range(5, 18)} == {None}  # 3 % faster at 16; nothing above
 
 

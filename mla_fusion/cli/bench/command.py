@@ -1,6 +1,7 @@
 """Times the fused region, many layers in one CUDA graph with distinct weights, against vLLM
 unfused, vLLM's fuse_rope_kvcache_cat_mla, torch's product with one kernel, and FlashInfer; or the
-portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3.
+portable persistent decode, on distinct caches, against TRITON_MLA, FlashMLA and FlashAttention 3;
+or the launch plans of products of few tokens, on distinct weights, against cuBLAS.
 Each is checked in the same run, and its rows go into a CSV file. Needs a GPU; a candidate that is
 not installed is left out."""
 
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.cli import UserError, positive, require_gpu
-from mla_fusion.cli.bench import decode, region
+from mla_fusion.cli.bench import decode, projections, region
 from mla_fusion.measure import region_cases
 from mla_fusion.measure.records import environment
 from mla_fusion.measure.timing import measure_ceilings
 
-MODULES = {"region": region, "decode": decode}
+MODULES = {"region": region, "decode": decode, "projections": projections}
 DEFAULTS: dict[str, dict[str, Any]] = {name: each.DEFAULTS for name, each in MODULES.items()}
 NUMBERS = {
     "tokens": ("T", ""),
@@ -26,12 +27,15 @@ NUMBERS = {
     "page": ("N", "tokens of a page of the cache"),
     "values": ("V", "v_head_dim: time the product with W_UV too; 0: the decode alone"),
     "max_split_per_batch": ("N", "splits of a sequence on average, at most; -1: no cap"),
+    "k": ("K", "columns of the weights"),
+    "sizes": ("N", "rows of one weight or of two; none: every shape that has shipped rows"),
     "layers": ("N", "layers in one CUDA graph"),
     "rounds": ("N", "samples of each candidate, taken in turns"),
 }
 FLAGS = {
     "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
     "fp8": "fp8 cache and query, not bf16",
+    "norm": "an RMSNorm of the input first",
 }
 OPTIONS = *NUMBERS, *FLAGS, "peers"
 
@@ -51,8 +55,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
         said = ", ".join(
             f"{what} {' '.join(map(str, default)) if several else default}"
             for what, default in of.items()
+            if default != ()
         )
-        text, nargs = f"{text} (default: {said})".strip(), "+" if several else None
+        text = f"{text} (default: {said})".strip() if said else text
+        nargs = "+" if several else None
         add(_option(name), type=positive, nargs=nargs, metavar=metavar, help=text)
     for name, text in FLAGS.items():
         having = ", ".join(what for what, defaults in DEFAULTS.items() if name in defaults)

@@ -1,5 +1,7 @@
 """Measures on this GPU what `attention=auto` decides by, for one model or for all shipped shapes.
 
+The products of a model's layers come first: see `products.py`.
+
 The kernels pass their selftest first. The portable decode and the product behind it take turns with
 vLLM's backends, as in `mla-fusion bench decode --values`, and every result is checked against
 float64 before its time counts. The rows go to the file that `mla_fusion.runtime.measured` reads."""
@@ -20,6 +22,7 @@ from mla_fusion import gpu
 from mla_fusion.attention import cards
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
+from mla_fusion.cli.calibrate import products
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import decodes, run_checks
@@ -41,16 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu.of("cuda").vendor == "AMD":
         raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
     kernels = measured.kernels()
-    shapes = [_of_model(arguments)] if arguments.model else every()
     folder = arguments.out or identity.tables_folder()
     make_folder(folder, "--out")
+    # As the engine will ask for it.
+    facts = {**environment(), "gpu": vllm_compat.gpu_name()}
+    if arguments.model and products.calibrate(arguments, facts, folder):
+        return 1
+    shapes = [_of_model(arguments)] if arguments.model else every()
     names = concerned({cases[0].dtype for cases in shapes})
     print(f"selftest of {len(names)} kernels first: a wrong one has no time", flush=True)
     if any(row.verdict == "WRONG" for row in run_checks(names)):
         print("nothing is measured; open an issue with `mla-fusion selftest --json FILE`")
         return 1
-    # As the engine will ask for it.
-    facts = {**environment(), "gpu": vllm_compat.gpu_name()}
     path = folder / measured.file_name(facts["gpu"])
     decode.compile_ours(itertools.chain(*shapes))
     # Each is stored when it is measured: the whole list may be interrupted.

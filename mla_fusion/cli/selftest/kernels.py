@@ -21,9 +21,10 @@ from mla_fusion import gpu, kernels
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Card, Shape
 from mla_fusion.cli.child import EngineError, Job, end, result, start
-from mla_fusion.cli.selftest import decode, planner, region, sparse
+from mla_fusion.cli.selftest import decode, planner, projections, region, sparse
 from mla_fusion.kernels.card import Card as RegionCard
 from mla_fusion.measure.outcome import CannotRun, Outcome
+from mla_fusion.projections.plans import PLANS
 
 MOST_JOBS, MEMORY = 8, 12 * 2**30  # processes at once, and bytes of GPU memory that one may take
 REPEATS = 3, 15  # of a decode's cases; the second if thorough
@@ -48,7 +49,9 @@ def checks() -> dict[str, Check]:
                   for x in kernels.PROVIDERS.values() if x.shapes}  # fmt: skip
         found |= decodes(cards.CARDS, kind)
     caches = "bf16", "fp8", "656 bytes", "584 bytes"
-    return found | {"epilogue": _epilogue, **{f"sparse {x}": partial(_sparse, x) for x in caches}}
+    found |= {"epilogue": _epilogue, **{f"sparse {x}": partial(_sparse, x) for x in caches}}
+    kinds = dict.fromkeys(plan.kernel for plan in PLANS)
+    return found | {f"projection {x}": partial(projections.check_all, x) for x in kinds}
 
 
 def decodes(of: Iterable[Card], kind: str) -> dict[str, Check]:

@@ -1,0 +1,190 @@
+"""`mla-fusion bench projections`: products of up to 16 tokens, every launch plan against `torch.mm`
+of each weight, behind a norm as Inductor compiles it."""
+
+import argparse
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_fusion.cli import UserError
+from mla_fusion.kernels.threads import side_by_side
+from mla_fusion.measure import records, timing
+from mla_fusion.measure.records import Row
+from mla_fusion.measure.timing import TIMES, Call, Ceilings
+from mla_fusion.projections import measured, reference
+from mla_fusion.projections.measured import Shape
+from mla_fusion.projections.plans import MAX_TOKENS, PLANS, Plan, tile_of
+from mla_fusion.projections.triton import launch
+
+TORCH = "torch"
+EPSILON = 1e-6
+# Least bytes of weights of distinct calls in one graph: several times the L2 cache of any GPU.
+DISTINCT = 220_000_000
+WORST = 1.05  # most error of ours over that of cuBLAS
+COLUMNS = ["sizes", "k", "norm", "tokens", "candidate", *TIMES, "floor_us", "gbps", "error"]
+DEFAULTS: dict[str, Any] = {
+    "tokens": (1, 2, 4, 8, 16), "k": 2048, "sizes": (), "norm": False, "rounds": 9,
+}  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """A product with the weights of several layers. x: rows further apart than K, as slices are."""
+
+    shape: Shape
+    x: torch.Tensor
+    weights: list[list[torch.Tensor]]
+    norm_weight: torch.Tensor | None
+
+
+def make_inputs(shape: Shape, tokens: int, weights: list[list[torch.Tensor]]) -> Inputs:
+    """Random rows of x and a norm weight near one."""
+    norm = 1 + _random(shape.k) / 8 if shape.norm else None
+    return Inputs(shape, _random(tokens, shape.k + 64)[:, : shape.k], weights, norm)
+
+
+def make_weights(shape: Shape) -> list[list[torch.Tensor]]:
+    """Weights of `DISTINCT` bytes in all, and of 4 layers at least."""
+    count = max(4, -(-DISTINCT // (2 * shape.k * sum(shape.sizes))))
+    return [[_random(n, shape.k) / shape.k**0.5 for n in shape.sizes] for _ in range(count)]
+
+
+def _random(*size: int) -> torch.Tensor:
+    return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+
+def inputs(shapes: Iterable[Shape], counts: Sequence[int]) -> Iterator[Inputs]:
+    """The calls of some shapes, each with these numbers of tokens."""
+    for shape in shapes:
+        weights = make_weights(shape)
+        for tokens in counts:
+            yield make_inputs(shape, tokens, weights)
+
+
+def candidates(shape: Shape, tokens: int) -> dict[str, Plan | None]:
+    """The plans that fit by name, and `TORCH`, which has none."""
+    fit = [plan for plan in PLANS if plan.fits(shape.k, tokens)]
+    return {name_of(plan): plan for plan in fit} | {TORCH: None}
+
+
+def name_of(plan: Plan) -> str:
+    """As the rows name a plan."""
+    return f"{plan.kernel} {plan.block_n} {plan.num_warps}"
+
+
+def call_of(plan: Plan | None, given: Inputs) -> Call:
+    """The product of layer i."""
+    x, norm_weight = given.x, given.norm_weight
+    if plan is not None:
+        return lambda i: launch(plan, x, given.weights[i], norm_weight, EPSILON)
+    if norm_weight is None:
+        return lambda i: reference.project(x, given.weights[i])
+    # Every shape is a compilation of its own; beyond the limit they would run eagerly.
+    torch._dynamo.config.recompile_limit = 256
+    norm = torch.compile(reference.rms_norm, dynamic=False)
+    return lambda i: reference.project(norm(x, norm_weight, EPSILON), given.weights[i])
+
+
+def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilings) -> bool:
+    """Measure products; whether ours were all right. The fastest plans go beside the CSV file, in
+    the form of `projections/gpus`."""
+    asked = Shape(tuple(settings.sizes), settings.k, settings.norm)
+    if len(asked.sizes) > 2 or max(settings.tokens) > MAX_TOKENS:
+        raise UserError(f"--sizes takes one or two, --tokens up to {MAX_TOKENS} each")
+    shapes = [asked] if settings.sizes else measured.every()
+    torch.manual_seed(0)
+    compile_all(shapes, settings.tokens)
+    rows = functools.partial(measure, rounds=settings.rounds, ceilings=ceilings)
+    work = inputs(shapes, settings.tokens)
+    found = records.table(settings.csv, facts, COLUMNS, work, rows)
+    path = settings.csv.with_suffix(".json")
+    write_table(path, table(found, facts))
+    print(f"microseconds; ! marks a failed check. Rows: {settings.csv}, of the fastest: {path}")
+    return all(row["wrong"] == "" for row in found)
+
+
+def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
+    """Compile every variant, several at once."""
+    works: dict[Any, Callable[[], object]] = {}
+    for shape, n in itertools.product(shapes, tokens):
+        small = shape._replace(sizes=tuple(min(size, 32 + size % 32) for size in shape.sizes))
+        given = make_inputs(small, n, [[_random(size, shape.k) for size in small.sizes]])
+        for name, plan in candidates(shape, n).items():
+            if plan is not None:
+                key = small, tile_of(n), name
+                works.setdefault(key, functools.partial(call_of(plan, given), 0))
+    side_by_side(works.values(), _random(1).device)
+
+
+def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
+    """The rows of one shape and number of tokens, and a line."""
+    (sizes, k, norm), tokens = given.shape, len(given.x)
+    plans = candidates(given.shape, tokens)
+    exact = reference.in_float64(given.x, given.weights[0], given.norm_weight, EPSILON)
+
+    def build(name: str) -> tuple[Call, Row]:
+        call = call_of(plans[name], given)
+        got: Any = call(0)
+        pairs = zip(got, exact, strict=True)
+        error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+        again: Any = call(0)
+        same = all(map(torch.equal, got, again))
+        return call, {"error": error, "wrong": "" if same else "two launches differ"}
+
+    moved = 2 * k * sum(sizes)
+    flops, found = moved * tokens, list[Row]()
+    shape: Row = {"sizes": " ".join(map(str, sizes)), "k": k, "norm": int(norm), "tokens": tokens}
+    shape["floor_us"] = ceilings.floor_us(moved, flops)
+    for name, check, times in timing.compare(plans, build, len(given.weights), rounds):
+        found.append(shape | {"candidate": name} | timing.rates(moved, flops, times) | check)
+    limit = next((WORST * row["error"] for row in found if row["candidate"] == TORCH), 0.0)
+    for row in found:
+        if not row["error"] <= limit:
+            row["wrong"] = f"error {row['error']:.1e}, of {TORCH} {limit / WORST:.1e}"
+    shown = (f"{row['candidate']} {row['p50_us']:.2f}{'!' if row['wrong'] else ''}"
+             for row in sorted(found, key=lambda row: row["p50_us"]))  # fmt: skip
+    text = f"{'norm, ' if norm else ''}{k} -> {shape['sizes']}"
+    print(f"{text:22} T={tokens:2d} floor {shape['floor_us']:5.2f} |", " | ".join(shown))
+    return found
+
+
+def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
+    """The content of a file of `projections/gpus`: the fastest right plan of each row."""
+    shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    grouped = itertools.groupby(rows, lambda row: [row[name] for name in COLUMNS[:4]])
+    for (sizes, k, norm, tokens), group in grouped:
+        members = [row for row in group if not row["wrong"]]
+        ours = [row for row in members if row["candidate"] != TORCH]
+        others = [row for row in members if row["candidate"] == TORCH]
+        if not ours or not others:
+            continue
+        best = min(ours, key=lambda row: row["p50_us"])
+        kernel, *numbers = best["candidate"].split()
+        shapes.setdefault((sizes, k, norm), []).append(
+            {"tokens": tokens, "plan": [kernel, *map(int, numbers)], "ours": _times(best),
+             "torch": _times(others[0])}
+        )  # fmt: skip
+    names = "gpu", "torch", "triton", "commit", "command"
+    return {name: facts[name] for name in names} | {
+        "shapes": [
+            {"sizes": [*map(int, sizes.split())], "k": k, "norm": bool(norm), "rows": found}
+            for (sizes, k, norm), found in shapes.items()
+        ]
+    }
+
+
+def _times(row: Row) -> list[float]:
+    """Times in four digits."""
+    return [float(f"{row[name]:.4g}") for name in TIMES]
+
+
+def write_table(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file, a line for each row."""
+    line = json.dumps(content)
+    for joined, broken in (('[{"', '[\n{"'), ('}, {"', '},\n{"')):
+        line = line.replace(joined, broken)
+    path.write_text(line + "\n")

@@ -1,0 +1,76 @@
+"""Measures the products of a model's layers for `projections=auto`: those of attention, of a dense
+MLP, of shared experts and of the router, as one rank has them."""
+
+import argparse
+import functools
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_fusion.cli.bench import projections as bench
+from mla_fusion.cli.check import model_config
+from mla_fusion.cli.selftest.kernels import run_checks
+from mla_fusion.measure.timing import measure_ceilings
+from mla_fusion.projections.measured import Shape
+from mla_fusion.runtime import measured, measured_products
+
+CHECKS = "projection vector", "projection matrix"
+
+
+def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
+    """The products of a model's layers on one of `ranks`, each once."""
+    get = lambda *names: next((config[n] for n in names if config.get(n)), 0)  # noqa: E731
+    hidden, latent = get("hidden_size"), get("q_lora_rank")
+    heads = get("num_attention_heads") // ranks
+    key = get("kv_lora_rank") + get("qk_rope_head_dim")
+    query = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
+    found = [Shape((hidden,), heads * get("v_head_dim"), False)]
+    if latent:
+        found += [Shape((latent + key,), hidden, False)]
+        found += [Shape((query,), latent, norm) for norm in (True, False)]
+    else:
+        found += [Shape(sizes, hidden, False) for sizes in ((query, key), (query,), (key,))]
+    shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
+    for inner in (get("intermediate_size") // ranks, shared // ranks):
+        if inner:
+            found += [Shape((2 * inner,), hidden, False), Shape((hidden,), inner, False)]
+    if experts := get("n_routed_experts", "num_experts"):
+        found += [Shape((experts,), hidden, False)]
+    return list(dict.fromkeys(found))
+
+
+def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: Path) -> int:
+    """Measure, and write the file that `measured_products.load` reads; 1 if a result was wrong."""
+    model, ranks = model_config.read(arguments.model), arguments.tensor_parallel_size
+    model_config.cut(model, 1, ranks)  # it refuses what is no MLA model, or no rank of it
+    shapes = shapes_of(model.config, ranks)
+    path = folder / measured_products.file_name(facts["gpu"])
+    if any(row.verdict == "WRONG" for row in run_checks(CHECKS)):
+        print("no product is measured; open an issue with `mla-fusion selftest --json FILE`")
+        return 1
+    torch.manual_seed(0)
+    bench.compile_all(shapes, bench.DEFAULTS["tokens"])
+    measure = functools.partial(
+        bench.measure, rounds=bench.DEFAULTS["rounds"], ceilings=measure_ceilings()
+    )
+    work = bench.inputs(shapes, bench.DEFAULTS["tokens"])
+    rows = list(itertools.chain.from_iterable(map(measure, work)))
+    if any(row["wrong"] for row in rows):
+        print("WRONG results, marked with !: nothing is written for projections=auto")
+        return 1
+    new = {**bench.table(rows, facts), "kernels": measured.kernels()}
+    if measured_products.read(path, facts["gpu"]):
+        old = json.loads(path.read_bytes())["shapes"]
+        kept = [each for each in old if _shape(each) not in shapes]
+        new["shapes"] = kept + new["shapes"]
+    bench.write_table(path, new)
+    print(f"Rows of products: {path}.")
+    return 0
+
+
+def _shape(of: Mapping[str, Any]) -> Shape:
+    return Shape(tuple(of["sizes"]), of["k"], of["norm"])

@@ -1,0 +1,122 @@
+"""The products that `mla-fusion calibrate` measures of a model, and what `plan_for` makes of its
+file; the measurement itself is a double."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from mla_fusion import projections
+from mla_fusion.cli import UserError
+from mla_fusion.cli.bench import projections as bench
+from mla_fusion.cli.calibrate import products
+from mla_fusion.cli.selftest.kernels import Row
+from mla_fusion.config import vllm_compat
+from mla_fusion.config.identity import tables_folder
+from mla_fusion.measure import records, timing
+from mla_fusion.projections import measured
+from mla_fusion.runtime import measured_products
+from tests.cli.test_check import CONFIGS
+from tests.gpus import imitate
+
+GPU = "NVIDIA H20"
+PLAN = bench.PLANS[4]
+
+
+def sizes(name, ranks=1):
+    config = json.loads((CONFIGS / name).read_text())
+    return {(s.k, s.sizes, s.norm) for s in products.shapes_of(config, ranks)}
+
+
+def test_the_products_of_a_rank():
+    """Of DeepSeek-V3 on 8 GPUs: qkv_a, q_b with and without its norm, o, the dense MLP, the shared
+    expert, the router."""
+    assert sizes("deepseek-v3.json", 8) == {
+        (7168, (2112,), False), (1536, (3072,), True), (1536, (3072,), False),
+        (2048, (7168,), False), (7168, (4608,), False), (2304, (7168,), False),
+        (7168, (512,), False), (256, (7168,), False), (7168, (256,), False),
+    }  # fmt: skip
+
+
+def test_without_a_latent_of_the_query_both_products_of_the_input_may_be_one_launch():
+    found = sizes("deepseek-v2-lite.json")
+    assert {(2048, (3072, 576), False), (2048, (3072,), False), (2048, (576,), False)} < found
+    assert not any(norm for *_, norm in found)
+
+
+@pytest.fixture
+def calibrate(monkeypatch, tmp_path):
+    """calibrate(ours, wrong, verdict): the status where ours takes so many microseconds and cuBLAS
+    10, and a result or the selftest is wrong."""
+    monkeypatch.setattr(vllm_compat, "cache_root", lambda: tmp_path)
+    imitate(monkeypatch, "sm_90", name=GPU)
+    monkeypatch.setattr(products, "measure_ceilings", lambda: timing.Ceilings(1.0, 1.0))
+    monkeypatch.setattr(bench, "compile_all", lambda *_: None)
+    monkeypatch.setattr(bench, "inputs", lambda shapes, counts: [(s, n) for s in shapes
+                                                                 for n in counts])  # fmt: skip
+    monkeypatch.setattr(measured, "_own", {})
+    tables_folder().mkdir(parents=True)
+
+    def run(ours=5.0, wrong="", verdict="", name="deepseek-v3.json", ranks=8):
+        def timed(given, rounds, ceilings):
+            shape, tokens = given
+            row = {"sizes": " ".join(map(str, shape.sizes)), "k": shape.k, "norm": int(shape.norm),
+                   "tokens": tokens, "wrong": ""}  # fmt: skip
+            us = {bench.name_of(PLAN): ours, bench.TORCH: 10.0}
+            return [row | {"candidate": n, **dict.fromkeys(timing.TIMES, t)} | (
+                {"wrong": wrong} if n != bench.TORCH else {}) for n, t in us.items()]  # fmt: skip
+
+        monkeypatch.setattr(bench, "measure", timed)
+        monkeypatch.setattr(products, "run_checks", lambda names: [Row(names[0], wrong=verdict)])
+        arguments = argparse.Namespace(model=CONFIGS / name, tensor_parallel_size=ranks)
+        facts = dict.fromkeys(records.FACTS, "") | {"gpu": GPU}
+        return products.calibrate(arguments, facts, tables_folder())
+
+    yield run
+    measured_products.load.cache_clear()
+    measured._chosen.cache_clear()
+
+
+def plan(sizes, k, norm=False):
+    """As a fresh process finds it."""
+    measured_products.load.cache_clear()
+    measured_products.load(GPU)
+    return projections.plan_for(torch.device("cuda"), sizes, k, 4, norm, torch.bfloat16)
+
+
+def test_plans_go_by_the_file(calibrate):
+    """A second model joins the first, and a shape that is measured again replaces itself."""
+    assert plan((3072,), 1536, True) is None
+    assert calibrate() == 0 and calibrate(name="deepseek-v2-lite.json", ranks=1) == 0
+    assert plan((3072,), 1536, True) == plan((3072, 576), 2048) == PLAN
+    assert calibrate(ours=9.9) == 0  # too little to gain
+    assert plan((3072,), 1536, True) is None and plan((3072, 576), 2048) == PLAN
+
+
+@pytest.mark.parametrize("bad", [{"wrong": "error 1.0"}, {"verdict": "a case: error 3"}])
+def test_what_is_wrong_is_not_written(calibrate, bad):
+    assert calibrate(**bad) == 1 and not [*tables_folder().iterdir()]
+
+
+def test_ranks_that_do_not_divide_the_heads(calibrate):
+    with pytest.raises(UserError, match="does not divide"):
+        calibrate(ranks=3)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [('"kernels": "', '"kernels": "0'), (f'"{GPU}"', '"other"'), ('"matrix"', '"madrix"'),
+     ('"tokens"', '"tkens"'), ("{", "")],
+)  # fmt: skip
+def test_a_file_of_other_kernels_or_damaged_is_ignored(calibrate, caplog, old, new):
+    calibrate()
+    [path] = tables_folder().iterdir()
+    assert plan((3072,), 1536, True) == PLAN
+    measured._own.clear()
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    measured._chosen.cache_clear()
+    assert plan((3072,), 1536, True) is None
+    assert "is ignored" in caplog.text and "calibrate again" in caplog.text
