@@ -64,6 +64,7 @@ class RangeReport:
     variants: list[Variant] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)  # fused, by `Epilogue.quantization`
     plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
+    plain_norms: dict[Decline, int] = field(default_factory=dict)  # fused, kv_c normalized before
     pass_ms: float = 0.0
 
     def add(self, graph: "RangeReport") -> None:
@@ -76,6 +77,7 @@ class RangeReport:
         self.outputs = Counter(self.outputs) + Counter(graph.outputs)
         self.declined = counted(self.declined, graph.declined)
         self.plain_outputs = counted(self.plain_outputs, graph.plain_outputs)
+        self.plain_norms = counted(self.plain_norms, graph.plain_norms)
 
 
 def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:
@@ -102,7 +104,7 @@ class Report:
     differing: list[str] = field(default_factory=list)  # what fused where the rest does not hold
     attention: str = "auto"  # who decodes, as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
-    version: int = 6  # of the stored format
+    version: int = 7  # of the stored format
 
     def quantizations(self) -> set[str]:
         """The quantizations of attention outputs, on any rank."""
@@ -144,6 +146,7 @@ class Report:
                     f"    {n} outputs not quantized by the attention op: {d.explain()}"
                     for d, n in r.plain_outputs.items()
                 ]
+            out += [f"    {n} norms of kv_c kept: {d.explain()}" for d, n in r.plain_norms.items()]
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
                 out += [f"      {old:3d} -> {new:<3d} {op}" for op, old, new in r.layer.changes()]
@@ -251,7 +254,7 @@ def load(path: Path) -> Report:
 def _plain(value: Any) -> dict[str, Any]:
     """A part of a report as JSON takes it, the way `load` reads it."""
     fields = vars(value).copy()
-    for name in {"declined", "plain_outputs"} & fields.keys():
+    for name in {"declined", "plain_outputs", "plain_norms"} & fields.keys():
         of = fields[name].items()
         fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
     return fields

@@ -33,6 +33,8 @@ def arguments(name, tokens, rope="native"):
         "output": torch.zeros(tokens, HEADS * SPEC.value),
         "quantized": torch.zeros(tokens, HEADS * SPEC.value).to(linears.FP8),
         "scales": torch.zeros(tokens, HEADS), "scale": torch.tensor([0.1]),
+        "kv_norm_weight": torch.randn(LATENT), "kv_norm_epsilon": 1e-5,
+        "normed_kv_c": torch.randn(tokens, LATENT),
         "quantization": "native" if name == ops.TENSOR_ATTENTION else str(ops.Quantization.GROUP),
     }  # fmt: skip
     return {each.name: values[each.name] for each in ops.get(name)._schema.arguments}
