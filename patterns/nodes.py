@@ -146,7 +146,7 @@ def _shown(node: fx.Node) -> list[fx.Node]:
         return []
     schema = schema_of(node)
     if schema is None:
-        return node.all_input_nodes
+        return [] if _is_fresh(node) else node.all_input_nodes
     # A functionalized op becomes an op in place: its results then are what it writes to.
     if node.target is not auto_functionalized and not any(r.alias_info for r in schema.returns):
         return []
@@ -156,6 +156,18 @@ def _shown(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _is_fresh(node: fx.Node) -> bool:
+    """True if `node` is one of several results of an op that returns no view: its memory is shown
+    neither by what the op read nor by the other results."""
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    schema = schema_of(source)
+    is_call = schema is not None and source.target is not auto_functionalized
+    return is_call and not any(result.alias_info for result in schema.returns)
+
+
 def _storages(node: fx.Node) -> set[int]:
-    stored = (each for each in tensors(node) if torch._C._has_storage(each))
-    return {each.untyped_storage()._cdata for each in stored}
+    """The storage of a node's value; none of several results, each of which is a node."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not torch._C._has_storage(value):
+        return set()
+    return {value.untyped_storage()._cdata}

@@ -4,7 +4,9 @@ A CTA has BLOCK_N rows of a weight and all of K, in the registers of its warps. 
 `gdc_wait`, while the launch in front still computes x: weights are parameters, which no kernel
 writes. Behind `gdc_wait` come the loads of x, the sums in fp32, and the store.
 
-No CTA ends, or writes, before its `gdc_wait`: see "Programmatic launch" in docs/kernels.md.
+No CTA ends, writes, or lets the launch behind begin before its `gdc_wait`: that one may be a kernel
+of Inductor's, which reads without a wait what the launch in front of this one wrote. See
+"Programmatic launch" in docs/kernels.md.
 """
 
 # ruff: noqa: RUF005 (Triton 3.6 does not unpack a tuple within another)
@@ -49,8 +51,6 @@ def vector(
     TWO: tl.constexpr, NORM: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: each of W warps has BLOCK_N / W whole rows, lane i 8 elements of each 256."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     w, y, end, row, start = _weight_of(
         tl.program_id(0), w0, w1, y0, y1, n0, n1, row0 * ALIGN, row1 * ALIGN, BLOCK_N, TWO
     )
@@ -69,6 +69,7 @@ def vector(
             norms = norms + (_load(norm_ptr + k, warp, W, k, K, True, FULL_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for i in tl.static_range(AHEAD, CHUNKS):
         for r in tl.static_range(R):
             n, k = start + r * W + warp, i * J * 256 + inner
@@ -130,8 +131,6 @@ def matrix(
 ):  # fmt: skip
     """Up to TILE tokens, 8 or 16, by matrix instructions: each of W warps has a slice of K of all
     BLOCK_N rows, and the sums of the warps are added through shared memory."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     w, y, end, row, start = _weight_of(
         tl.program_id(0), w0, w1, y0, y1, n0, n1, row0 * ALIGN, row1 * ALIGN, BLOCK_N, TWO
     )
@@ -148,6 +147,7 @@ def matrix(
             norms = norms + (_fragments(norm_ptr, 0, 0, 8, i * STEP, K, 8, J, W, True, FULL_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     xs = ()
     for i in tl.static_range(CHUNKS):
         k = i * STEP

@@ -7,8 +7,9 @@ from mla_fusion import ops
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.latent_norm import MLALatentNormFusionPass
 from tests.passes import edits
-from tests.passes.fake_engine import BATCHES, after_pass, assert_same, fuse, run
+from tests.passes.fake_engine import BATCHES, assert_same, fuse, run
 from tests.passes.graphs import EPSILON, Spec, build, find, find_all, printed, state
+from tests.passes.numbered import after_pass
 
 aten = torch.ops.aten
 BF16, FP16 = torch.bfloat16, torch.float16
