@@ -14,6 +14,16 @@ declare.op("mla_fusion_tests", "forgets(Tensor x) -> Tensor", torch.detach, torc
 declare.op("mla_fusion_tests", "stores(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
+def _products(x, a, b):
+    return x @ a, x @ b
+
+
+declare.op(
+    "mla_fusion_tests", "products(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)",
+    _products, _products,
+)  # fmt: skip
+
+
 def projection(module):
     """Of the query."""
     return find(module, aten.mm.default, 1)
@@ -64,6 +74,19 @@ def test_a_value_of_its_own_or_an_alias_that_is_stored_before_costs_no_copy(call
     module = build(FUSED_LAYER)
     stores = (torch.ops.mla_fusion_tests.stores.default,)
     edits.also_return(module, programs.behind(module, projection(module), *calls, stores))
+    assert in_place(module)
+
+
+def test_one_of_two_results_of_an_op_costs_no_copy():
+    module = build(FUSED_LAYER)
+    made = [find(module, aten.mm.default, index) for index in (0, 1)]
+    (x, a), (_, b) = (product.args for product in made)
+    before = next(iter(made[0].users))
+    both = edits.add(module, before, torch.ops.mla_fusion_tests.products.default, x, a, b)
+    for index, product in enumerate(made):
+        product.replace_all_uses_with(
+            edits.add(module, before, edits.operator.getitem, both, index)
+        )
     assert in_place(module)
 
 
