@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import torch
 
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of the rows of x [T, K] as vLLM defines it: in fp32, rounded to the type of x before
-    and after the product with `weight` [K]."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (wide * scale).to(x.dtype) * weight
+from mla_fusion.kernels.arithmetic import rms_norm
 
 
 def project(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_fusion.cli import UserError
+from mla_fusion.kernels.arithmetic import rms_norm
 from mla_fusion.kernels.threads import side_by_side
 from mla_fusion.measure import records, timing
 from mla_fusion.measure.records import Row
@@ -85,7 +86,7 @@ def call_of(plan: Plan | None, given: Inputs) -> Call:
         return lambda i: reference.project(x, given.weights[i])
     # Every shape is a compilation of its own; beyond the limit they would run eagerly.
     torch._dynamo.config.recompile_limit = 256
-    norm = torch.compile(reference.rms_norm, dynamic=False)
+    norm = torch.compile(rms_norm, dynamic=False)
     return lambda i: reference.project(norm(x, norm_weight, EPSILON), given.weights[i])
 
 
