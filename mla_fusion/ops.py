@@ -70,8 +70,7 @@ class Quantization(StrEnum):
 @dataclass(frozen=True)
 class Variant:
     """The properties of a fused op that its kernel is compiled for, before it is needed.
-    Types are names in torch; those of cosines and of query factors are empty where none are.
-    kv_norm_epsilon: of the norm of kv_c, None without one."""
+    Types are names in torch; those of cosines and of query factors are empty where none are."""
 
     is_neox: bool
     rope_dim: int
@@ -79,7 +78,6 @@ class Variant:
     query_dtype: str
     kv_cache_dtype: str
     factor_dtype: str = ""
-    kv_norm_epsilon: float | None = None
 
 
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
@@ -102,8 +100,7 @@ _SCHEMAS = {
     ),
     FUSED: (
         "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, "
-        f"{_UPDATE_ARGUMENTS}, str provider, Tensor? kv_norm_weight=None, "
-        "float kv_norm_epsilon=0.0, Tensor(d!)? normed_kv_c=None) -> ()"
+        f"{_UPDATE_ARGUMENTS}, str provider) -> ()"
     ),
     ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None) -> ()",
     GROUP_ATTENTION: (

@@ -55,8 +55,6 @@ def _make_in_place(graph: fx.Graph, node: fx.Node, memory: Memory) -> fx.Node:
     written = []
     for index, name in enumerate(mutated(op), start=max(len(op._schema.returns), 1)):
         target: Any = node.kwargs[name]
-        if target is None:
-            continue
         reads = outputs(node, index)
         scatters = [scatter for read in reads for scatter in _scatters_back(read, target)]
         if _read_later(memory, target, node, scatters) or _overlaps(target):
@@ -98,29 +96,6 @@ def _overlaps(target: fx.Node) -> bool:
             return True
         reach += stride * (size - 1)
     return False
-
-
-def apart(a: fx.Node, b: fx.Node) -> bool:
-    """True if no memory is shown by both: each is a view of another part of one split, or of two
-    equal ones, of a value of which no two elements are one."""
-    return any(
-        index != other and same_view(split, twin) and not _overlaps(split.args[0])  # type: ignore[arg-type]
-        for split, index in _parts(a)
-        for twin, other in _parts(b)
-    )
-
-
-def _parts(node: fx.Node) -> list[tuple[fx.Node, Any]]:
-    """Every split of which `node` is a view of one part, and the index of that part."""
-    found = []
-    while is_view(node) and node.all_input_nodes:
-        source = node.all_input_nodes[0]
-        if node.target is operator.getitem:
-            if source.target not in (aten.split_with_sizes.default, aten.split.Tensor):
-                break
-            found.append((source, node.args[1]))
-        node = source
-    return found
 
 
 def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
@@ -166,7 +141,7 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
     shown = memory.viewers(origins, {node, *node.users, *ignored})
     given: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), given.append)
-    if sum(value in shown and not apart(value, target) for value in given) > 1:
+    if sum(value in shown for value in given) > 1:
         return True
     readers = {
         user for value in shown for user in value.users

@@ -35,8 +35,7 @@ class MLAAiterQkRopeKVCacheFusionPass:
         with graph.inserting_before(rope):
             buffer = empty(graph, prep.meta["val"], rope.kwargs["q"])
             kwargs = {**rope.kwargs, "prepared_q": buffer, "provider": self.provider}
-            kwargs |= {"kv_norm_weight": None, "kv_norm_epsilon": 0.0, "normed_kv_c": None}
-            fused, (_, new_q, new_k_pe, prepared, _) = functionalized_call(
+            fused, (_, new_q, new_k_pe, prepared) = functionalized_call(
                 graph, ops.get(ops.FUSED), kwargs
             )
         replace(graph, [prep], prepared)

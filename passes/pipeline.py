@@ -6,7 +6,6 @@
 4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
 6  MLADecodeOutputFusionPass                   output.py
 7  MLAProjectionPass                           projections.py
-8  MLALatentNormFusionPass                     latent_norm.py
 5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup"""
 
 import dataclasses
@@ -32,7 +31,6 @@ from mla_fusion.config.identity import graphs_hash, source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
-from mla_fusion.passes.latent_norm import MLALatentNormFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.projections import MLAProjectionPass, described
@@ -49,7 +47,7 @@ _CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fn
 
 @dataclass(eq=False)
 class MLAFusionPass(InductorPass):
-    """Passes 2 to 4 and 6 to 8 on every graph whose token range lies inside the decode bucket.
+    """Passes 2 to 4, 6 and 7, on every graph whose token range lies inside the decode bucket.
 
     The mla_fusion plugin adds it to vLLM's pass manager. Without the plugin it is one object for
     vLLM's hook for custom passes:
@@ -209,18 +207,13 @@ def fuse(
     attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
     if replaced := [*canonical.dead, *finished.dead]:
         drop_dead(graph, replaced)
-    project(graph, projections, record)
-    normed = MLALatentNormFusionPass(provider)(graph)
-    if normed.dead:
-        drop_dead(graph, normed.dead)
-        graph.lint()
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
     record.variants = [*dict.fromkeys(map(_variant, fused.rewritten.values()))]
     quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
     record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
-    record.plain_norms = report.counted(normed.declined)
+    project(graph, projections, record)
     if fused.rewritten:
         record.layer = LayerGraph(before, _last_layer(attention))
 
@@ -265,10 +258,7 @@ def _variant(fused: fx.Node) -> ops.Variant:
     typed = (args[name] for name in ("cos_sin_cache", "prepared_q", "q_factor"))
     table, query, factor = (str(dtype_of(n) if n else "").removeprefix("torch.") for n in typed)
     rope_dim = args["k_pe"].meta["val"].shape[-1]
-    epsilon = None if args["kv_norm_weight"] is None else args["kv_norm_epsilon"]
-    return ops.Variant(
-        args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"], factor, epsilon
-    )
+    return ops.Variant(args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"], factor)
 
 
 def _last_layer(calls: Sequence[fx.Node]) -> list[Node]:

@@ -56,10 +56,8 @@ def functionalized_call(
     graph: fx.Graph, op: Any, kwargs: Mapping[str, Any], returned: torch.Tensor | None = None
 ) -> tuple[fx.Node, list[Any]]:
     """`auto_functionalized(op, ...)` at the insertion point, and a getitem for each output: what
-    the op returns, of the fake value `returned`, or None; then its mutated arguments, None for one
-    that is None."""
-    written = (kwargs[name] for name in mutated(op))
-    values = (returned, *(each and fake_like(each.meta["val"]) for each in written))
+    the op returns, of the fake value `returned`, or None; then its mutated arguments."""
+    values = (returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated(op)))
     node = call(graph, auto_functionalized, (op,), values, **kwargs)
     outputs = [
         None if value is None else call(graph, operator.getitem, (node, index), value)

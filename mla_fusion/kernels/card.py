@@ -30,7 +30,6 @@ class Card:
     platforms: those of "cuda", "rocm" and "cpu" on which it serves.
     why_not: why it does not take a layer of these widths, with such a cache, on a GPU.
     packed: it reads a W_UK that is an `aiter.PackedWeight`.
-    norms: it takes the norm of kv_c.
     ranks: why it does not serve under decode context parallelism; None if it does.
     direct: architectures on which it stores large tiles straight from registers.
     small_tiles: architecture -> most tokens of a batch whose product tiles have 64 latents.
@@ -43,7 +42,6 @@ class Card:
     platforms: tuple[str, ...]
     why_not: Callable[[Widths, torch.dtype, gpu.Gpu], Decline | None]
     packed: bool = False
-    norms: bool = True
     ranks: Decline | None = None
     direct: tuple[str, ...] = ()
     small_tiles: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -94,7 +92,7 @@ PROVIDERS: dict[str, Card] = {
     "reference": Card("reference", ("cpu",), _reference),
     "triton": TRITON,
     "aiter": Card(
-        "aiter", ("rocm",), aiter_widths, packed=True, norms=False,
+        "aiter", ("rocm",), aiter_widths, packed=True,
         ranks=Decline("context-parallel", "AITER leaves out queries of other ranks' tokens"),
     ),
 }  # fmt: skip

@@ -66,7 +66,6 @@ class RangeReport:
     plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
     products: dict[str, int] = field(default_factory=dict)  # launches of pass 7, by their widths
     plain_products: dict[Decline, int] = field(default_factory=dict)  # as they were
-    plain_norms: dict[Decline, int] = field(default_factory=dict)  # fused, kv_c normalized before
     pass_ms: float = 0.0
 
     def add(self, graph: "RangeReport") -> None:
@@ -81,7 +80,6 @@ class RangeReport:
         self.plain_outputs = counted(self.plain_outputs, graph.plain_outputs)
         self.products = Counter(self.products) + Counter(graph.products)
         self.plain_products = counted(self.plain_products, graph.plain_products)
-        self.plain_norms = counted(self.plain_norms, graph.plain_norms)
 
 
 def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:
@@ -153,7 +151,6 @@ class Report:
                 ]
             out += [f"    {n} launches of products {widths}" for widths, n in r.products.items()]
             out += [f"    {n} products kept: {d.explain()}" for d, n in r.plain_products.items()]
-            out += [f"    {n} norms of kv_c kept: {d.explain()}" for d, n in r.plain_norms.items()]
             if r.layer:
                 out.append("    ops of one layer, before -> after:")
                 out += [f"      {old:3d} -> {new:<3d} {op}" for op, old, new in r.layer.changes()]
@@ -261,7 +258,7 @@ def load(path: Path) -> Report:
 def _plain(value: Any) -> dict[str, Any]:
     """A part of a report as JSON takes it, the way `load` reads it."""
     fields = vars(value).copy()
-    for name in {"declined", "plain_outputs", "plain_products", "plain_norms"} & fields.keys():
+    for name in {"declined", "plain_outputs", "plain_products"} & fields.keys():
         of = fields[name].items()
         fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
     return fields

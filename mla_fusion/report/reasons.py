@@ -10,7 +10,7 @@ from pathlib import Path
 class Reason:
     """Why there is no fusion, and what an operator can do."""
 
-    scope: str  # "engine", "layer", "output", "product", "norm" or "decode"
+    scope: str  # "engine", "layer", "output", "product" or "decode"
     why: str
     help: str
 

@@ -6,9 +6,8 @@ profile run. `_is_fused` decides for all ops of a step: else one reads what none
     decode-only    the provider prepares the query and writes the cache; the attention op hands
                    the prepared query to the backend's decode, or to the persistent one if it was
                    chosen, and projects the result up; it quantizes it if the graph did
-    anything else  vLLM's norm, if the graph has none, writes the latents; q and k_pe are rotated
-                   in place and vLLM's own op writes the cache; the attention op calls the layer as
-                   vLLM does, then vLLM's quantization
+    anything else  q and k_pe are rotated in place and vLLM's own op writes the cache; the
+                   attention op calls the layer as vLLM does, then vLLM's quantization
 """
 
 import functools
@@ -41,21 +40,15 @@ def fused_decode_prep(
     q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, prepared_q: torch.Tensor,
     positions: torch.Tensor | None, cos_sin_cache: torch.Tensor | None,
     q_factor: torch.Tensor | None, k_scale: torch.Tensor, layer_name: Any, kv_cache_dtype: str,
-    rope: str, is_neox: bool, provider: str, kv_norm_weight: torch.Tensor | None = None,
-    kv_norm_epsilon: float = 0.0, normed_kv_c: torch.Tensor | None = None,
+    rope: str, is_neox: bool, provider: str,
 ) -> None:  # fmt: skip
     """Prepare the decode query into `prepared_q` [T, H, L + R], with zeros in padding rows, or
     rotate q and k_pe in place and scale q. Either way the KV cache is written.
 
-    With kv_norm_weight kv_c is not normalized yet; a batch that is not decode-only gets it
-    normalized in `normed_kv_c` [T, L]. k_pe is [T, 1, R]; other shapes as in
-    `mla_fusion.kernels.fused_mla_decode_prep`.
+    k_pe is [T, 1, R]; other shapes as in `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
-        if kv_norm_weight is not None and normed_kv_c is not None:
-            _normalize(kv_c, kv_norm_weight, kv_norm_epsilon, normed_kv_c)
-            kv_c = normed_kv_c
         rope_and_cache_update(
             q, kv_c, k_pe, positions, cos_sin_cache, q_factor, k_scale, layer_name, kv_cache_dtype,
             rope, is_neox,
@@ -82,23 +75,12 @@ def fused_decode_prep(
             slot_mapping if positions is None else positions[:rows], cos_sin_cache, k_scale,
             layer._q_scale, is_neox, prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
-            vllm_compat.context_parallel_ranks(layer) > 1, derived, kv_norm_weight, kv_norm_epsilon,
+            vllm_compat.context_parallel_ranks(layer) > 1, derived,
         )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
         _explain(error, provider, f"in a decode step of {rows} rows, in layer {layer.layer_name}")
         raise
-
-
-def _normalize(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
-) -> None:  # fmt: skip
-    """RMSNorm of x [T, L] into `out`, as vLLM's kernel computes it, or on a CPU as the unfused
-    graph does."""
-    if x.is_cuda:
-        vllm_compat.rms_norm(x, weight, epsilon, out)
-    else:
-        out.copy_(arithmetic.rms_norm(x, weight, epsilon))
 
 
 def _explain(error: Exception, provider: str, when: str) -> None:
@@ -252,7 +234,6 @@ def warm_up(
                     q_dtype=getattr(torch, variant.query_dtype),
                     factor_dtype=getattr(torch, variant.factor_dtype, None),
                     context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
-                    kv_norm_epsilon=variant.kv_norm_epsilon,
                 )  # fmt: skip
                 module.warmup(batch, max_tokens, progress=_show)
             except Exception as error:

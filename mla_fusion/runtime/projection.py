@@ -39,8 +39,5 @@ def plain(
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of x [T, K] by vLLM's kernel, or on a CPU by the formula, which it rounds alike."""
-    if not x.is_cuda:
-        return arithmetic.rms_norm(x, weight, epsilon)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    vllm_compat.rms_norm(x, weight, epsilon, normed)
-    return normed
+    norm = vllm_compat.rms_norm if x.is_cuda else arithmetic.rms_norm
+    return norm(x, weight, epsilon)

@@ -30,7 +30,6 @@ runtime.register_ops()
 
 HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 24, 2, 12, 8, 16, 6, 20
 MAX_POSITION = 32
-EPSILON = 1e-6
 TRACED_TOKENS = 5
 
 
@@ -48,7 +47,6 @@ class Spec:
         quantized: empty, or how `linears.project` quantizes the input of the last product.
         split: empty, or one of `SPLITS`: how the query leaves a wider projection; what kv_c and
             k_pe are views of is not stored either. gated: the gate is read behind the attention.
-        norm: how kv_c is normalized: "aten" or "ir", vLLM's op.
     """
 
     rope: str = "native"
@@ -64,7 +62,6 @@ class Spec:
     quantized: str = ""
     split: str = ""
     gated: bool = False
-    norm: str = "aten"
 
     @property
     def value(self):
@@ -180,9 +177,9 @@ def functionalized(graph, op, args, value):
     return node
 
 
-def _rms_norm(x, gain, epsilon):
+def _rms_norm(x, gain):
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * gain
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * gain
 
 
 def _layer(spec, i, t, hidden):
@@ -190,14 +187,13 @@ def _layer(spec, i, t, hidden):
     q_in = hidden
     if spec.q_lora:
         q_in, kv = torch.mm(hidden, t[f"w_a_{i}"]).split([Q_LORA, LATENT + ROPE], dim=-1)
-        q_in = _rms_norm(q_in, 1.5, EPSILON)
+        q_in = _rms_norm(q_in, 1.5)
     else:
         kv = torch.mm(hidden, t[f"w_kv_{i}"])
     if spec.split:
         kv = silu(kv)
     kv_c, k_pe = kv.split([LATENT, ROPE], dim=-1)
-    norm = torch.ops.vllm_ir.rms_norm if spec.norm == "ir" else _rms_norm
-    kv_c = norm(kv_c, t[f"gain_{i}"], EPSILON)
+    kv_c = _rms_norm(kv_c, t[f"gain_{i}"])
     k_pe = k_pe.unsqueeze(1)
     q = torch.mm(q_in, t[f"w_q_{i}"])
     gate = q

@@ -4,8 +4,6 @@ The graphs are traced from vLLM's own RoPE code. What only one pass does is in
 test_single_passes.py and test_fix_functionalization.py; the cases of pass 6 in test_output.py.
 """
 
-import operator
-
 import pytest
 import torch
 from torch import fx
@@ -101,13 +99,11 @@ def test_matched(spec):
     for name, fused, attention in calls:
         assert fused.kwargs["layer_name"] == attention.kwargs["layer_name"] == name
         assert fused.kwargs["is_neox"] is (spec.is_neox and spec.rope != "nope")
-        for index, argument in ((1, "q"), (2, "k_pe"), (3, "prepared_q"), (4, "kv_c")):
+        for index, argument in ((1, "q"), (2, "k_pe"), (3, "prepared_q")):
             assert attention.kwargs[argument].args == (fused, index)
         unrotated = fused.kwargs["q"]
         assert unrotated.target is aten.reshape.default
         assert unrotated.args[0].target is aten.mm.default
-        assert fused.kwargs["kv_norm_weight"].name.startswith("gain_")
-        assert fused.kwargs["kv_c"].target is operator.getitem  # of the projection
     [factor] = {fused.kwargs["q_factor"] for fused in find_all(module, FUSED)}  # all share it
     check_factor(factor, spec)
     left = {functionalized_op(node) for node in module.graph.nodes} - {""}
@@ -152,12 +148,12 @@ def check_metadata(module, old):
     for node in new:
         assert "val" in node.meta, node.name
         if functionalized_op(node) == FUSED:
-            q, k_pe, buffer, latents = (
-                node.kwargs[name].meta["val"] for name in ("q", "k_pe", "prepared_q", "normed_kv_c")
+            q, k_pe, buffer = (
+                node.kwargs[name].meta["val"] for name in ("q", "k_pe", "prepared_q")
             )
             assert list(buffer.shape[1:]) == [graphs.HEADS, graphs.LATENT + graphs.ROPE]
             values = node.meta["val"]
-            for value, want in zip(values[1:], (q, k_pe, buffer, latents), strict=True):
+            for value, want in zip(values[1:], (q, k_pe, buffer), strict=True):
                 assert (value.shape, value.dtype) == (want.shape, want.dtype)
             for user in node.users:
                 assert user.meta["val"] is values[user.args[1]]

@@ -37,8 +37,6 @@ def arguments(name, tokens, rope="native"):
         "x": torch.randn(tokens, 3 * ROPE)[:, ROPE:], "epsilon": 1e-6,
         "weights": [torch.randn(n, 2 * ROPE) for n in (7, 4)],
         "norm_weight": torch.randn(2 * ROPE) if rotates else None,
-        "kv_norm_weight": torch.randn(LATENT), "kv_norm_epsilon": 1e-5,
-        "normed_kv_c": torch.randn(tokens, LATENT),
         "quantization": "native" if name == ops.TENSOR_ATTENTION else str(ops.Quantization.GROUP),
     }  # fmt: skip
     return {each.name: values[each.name] for each in ops.get(name)._schema.arguments}

@@ -27,7 +27,6 @@ def test_recorded_graph_fuses(path):
     module.graph.lint()
     fused = find(module, f"{ops.NAMESPACE}::{ops.FUSED}")
     assert fused.kwargs["rope"]
-    assert fused.kwargs["kv_norm_weight"] is not None and record.plain_norms == {}
     copies = len(find_all(module, torch.ops.aten.clone.default))
     MLAFixFunctionalizationPass()(module.graph)
     assert len(find_all(module, torch.ops.aten.clone.default)) == copies, "it makes a copy"

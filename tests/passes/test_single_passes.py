@@ -163,7 +163,6 @@ def test_fused_node(rope, provider):
     assert fuse_pairs(module, provider) == [prep.name]
     fused = find(module, FUSED)
     buffer = fused.kwargs["prepared_q"]
-    kwargs |= {"kv_norm_weight": None, "kv_norm_epsilon": 0.0, "normed_kv_c": None}
     assert dict(fused.kwargs) == {**kwargs, "prepared_q": buffer, "provider": provider}
     assert buffer.meta["val"].dtype is prep.meta["val"].dtype
     assert not find_all(module, CANONICAL) and not find_all(module, Q_PREP)
