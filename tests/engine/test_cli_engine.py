@@ -91,7 +91,7 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
         "before": "torch.ops.vllm.unified_mla_attention_with_output",
         "after": "torch.ops.mla_fusion.fused_aiter_qk_rope_kvcache_q_concat_quant_mla",
     }
-    graphs = {f"tokens_1_12.piece{n}.{stage}.py" for n in range(2) for stage in calls}
+    graphs = {f"tokens_1_12.piece{n}.{stage}.py" for n in range(3) for stage in calls}
     assert {p.name for p in dump.iterdir()} == {*graphs, "report.json"}
     for name in graphs:
         tree = ast.parse((dump / name).read_text())
@@ -99,7 +99,8 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
         assert module.name == "GraphModule"
         code = ast.unparse(module)  # without the comments, which quote vLLM's source
         assert {stage: code.count(op) for stage, op in calls.items()} == {
-            stage: int(f".{stage}." in name) for stage in calls
+            # The last piece begins behind the last attention.
+            stage: int(f".{stage}." in name and "piece2" not in name) for stage in calls
         }
 
 

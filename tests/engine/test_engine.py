@@ -235,7 +235,7 @@ def test_one_graph_for_all_steps_with_the_flag_or_the_pass_in_vllms_hook(job, as
 )
 def decodes(job, request):
     """The type, and the flag with vLLM's decode and with the portable one as if on a GPU."""
-    options = {"attention": "auto"}, {"attention": "portable", "gpu": True}
+    options = {"attention": "auto"}, {"attention": "portable", "gpu": "NVIDIA A100"}
     return request.param, *(run(job(FLAG | given, dtype=request.param)) for given in options)
 
 
