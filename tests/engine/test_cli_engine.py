@@ -100,7 +100,8 @@ def test_check_dumps_graphs_and_compiles_what_a_cpu_cannot_run(shown, tmp_path, 
         code = ast.unparse(module)  # without the comments, which quote vLLM's source
         assert {stage: code.count(op) for stage, op in calls.items()} == {
             # The last piece begins behind the last attention.
-            stage: int(f".{stage}." in name and "piece2" not in name) for stage in calls
+            stage: int(f".{stage}." in name and "piece2" not in name)
+            for stage in calls
         }
 
 
