@@ -42,7 +42,8 @@ def tile_of(tokens: int) -> int:
     return 8 if tokens <= 8 else MAX_TOKENS
 
 
-# Of 322 variants on an H200 these are enough: for each product within 3 % of the fastest.
+# On an H200 the best of these is within 7 % of the fastest configuration that was tried, and within
+# 3 % of it in 53 of 60 rows.
 PLANS = (
     Plan("vector", 4, 4), Plan("vector", 8, 4), Plan("vector", 8, 8),
     Plan("matrix", 8, 4), Plan("matrix", 16, 4), Plan("matrix", 32, 4),
