@@ -12,8 +12,7 @@ def project(
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:  # fmt: skip
     """See `mla_fusion.projections.project`; for any number of rows, on any device."""
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, epsilon)
+    x = _normed(x, norm_weight, epsilon)
     return [torch.mm(x, weight.t()) for weight in weights]
 
 
@@ -22,6 +21,9 @@ def in_float64(
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The same products summed in float64 and not rounded: errors are measured against them."""
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, epsilon)
+    x = _normed(x, norm_weight, epsilon)
     return [x.double() @ weight.double().t() for weight in weights]
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    return x if weight is None else rms_norm(x, weight, epsilon)

@@ -1,7 +1,7 @@
-"""Checks the decode kernels and those of products as mla-fusion selftest does, times the products
-of a model's layer against cuBLAS, then its portable decode against vLLM's backends, on this GPU,
-and writes the rows for projections=auto and attention=auto. Takes up to 7 minutes for a model. Run
-it on an idle GPU, and again after an upgrade of mla-fusion or Triton."""
+"""Measures this GPU for projections=auto and attention=auto. The kernels are checked first, as by
+mla-fusion selftest. Then the products of a model's layer are timed against cuBLAS, and the portable
+decode against vLLM's backends. Takes up to 7 minutes for a model. Run it on an idle GPU, and again
+after an upgrade of mla-fusion or Triton."""
 
 import argparse
 from pathlib import Path

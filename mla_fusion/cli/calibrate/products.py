@@ -1,5 +1,6 @@
-"""Measures the products of a model's layers for `projections=auto`: those of attention, of a dense
-MLP, of shared experts and of the router, as one rank has them."""
+"""Measures the products of a model's layers for `projections=auto`, as one rank has them.
+
+They are those of attention, a dense MLP, shared experts and the router."""
 
 import argparse
 import functools

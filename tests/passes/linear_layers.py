@@ -1,0 +1,112 @@
+"""Models of linear layers, traced as vLLM has them on CUDA, for pass 7."""
+
+import functools
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch.nn.functional import linear
+from vllm import ir
+
+from mla_fusion.kernels import arithmetic
+from mla_fusion.passes import pipeline
+from mla_fusion.report import RangeReport
+from tests.passes import graphs
+
+BF16 = torch.bfloat16
+K, Q, KV, OUT = 24, 40, 18, 32
+SHAPES = {"x": (5, K), "w_q": (Q, K), "w_kv": (KV, K), "w_o": (OUT, Q), "w_up": (K, OUT),
+          "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q), "gain": (KV,),
+          "w_b": (OUT, KV), "w_c": (K, KV)}  # fmt: skip
+
+
+def values(dtype=BF16, tokens=5, **other):
+    """Inputs of a model, by name."""
+    generator = torch.Generator().manual_seed(tokens)
+    made = {n: torch.randn(shape, generator=generator).to(dtype) for n, shape in SHAPES.items()}
+    return made | {"x": torch.randn((tokens, K), generator=generator).to(dtype), **other}
+
+
+def layer(t):
+    """Two products of one input, one of another, as q, kv_a and o_proj of a layer."""
+    q, kv = linear(t["x"], t["w_q"]), linear(t["x"], t["w_kv"])
+    return linear(q.sigmoid(), t["w_o"]), kv
+
+
+def with_norm(norm):
+    """A product behind the norm of a part of each row, as q_b of a layer."""
+    return lambda t: linear(norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5), t["w_b"])
+
+
+BEHIND_NORM = {"aten": with_norm(arithmetic.rms_norm), "vllm_ir": with_norm(ir.ops.rms_norm)}
+
+
+def two_behind_norm(t):
+    """Two products of a normed input, as those of the first layer."""
+    normed = arithmetic.rms_norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5)
+    return linear(normed, t["w_b"]), linear(normed, t["w_c"])
+
+
+def two_layers(t):
+    """The same twice."""
+    out, first = layer(t)
+    again, second = layer({**t, "x": linear(out.tanh(), t["w_up"]).sin()})
+    return again, first, second
+
+
+class _Captured(Exception):
+    """Ends a compilation once the graph is known."""
+
+
+@functools.cache
+def _traced(model, dtype, dynamic, turned):
+    given, kept = values(dtype), []
+    if turned:
+        given["w_o"] = given["w_o"].t().contiguous().t()
+    if dynamic:
+        torch._dynamo.mark_dynamic(given["x"], 0)
+
+    def stop(graph):
+        kept.append(graph)
+        raise _Captured
+
+    names: list[str] = []
+
+    def backend(module, example_inputs):
+        names.extend(graphs._input_names(module, example_inputs))
+        settings = {"post_grad_custom_post_pass": stop, "force_disable_caches": True}
+        with torch._inductor.config.patch(settings):
+            return compile_fx(module, example_inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=None)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        compiled(given)
+    module = fx.GraphModule(torch.nn.Module(), kept[0])
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.target = node.name = name
+    return graphs.copy(module)
+
+
+def build(model=layer, dtype=BF16, dynamic=True, turned=False):
+    """A fresh graph of `model` as vLLM hands it over."""
+    return graphs.copy(_traced(model, dtype, dynamic, turned))
+
+
+def run(module, given):
+    inputs = module.graph.find_nodes(op="placeholder")
+    flat = [given.get(node.name, len(given["x"])) for node in inputs]
+    with torch.no_grad():
+        return fx.Interpreter(module).run(*flat)
+
+
+def rewrite(module, first=1, last=64):
+    """What pass 7 did, after its clean-up."""
+    record = RangeReport((first, last))
+    pipeline.project(module.graph, "auto", record)
+    return record
+
+
+def names(node):
+    return [each.name for each in node.args[1]]
