@@ -1,4 +1,4 @@
-"""vLLM's RMSNorm of rows, with its roundings, in one description.
+"""vLLM's RMSNorm of rows, in one description.
 
     x, weight ─► vllm_ir.rms_norm ─► normed
     x, weight, a buffer ─► auto_functionalized(_C.rms_norm) ─► [1] normed
@@ -13,7 +13,10 @@ All three are
 in fp32, where `round` is to the one type of x, weight and normed. The first two are compared by
 their arguments. The third, aten ops, is run on hostile rows, and must equal the formula to the bit:
 it is rounded, so that no polynomial tells it from others. A norm of a part of each row, one with a
-residual, one with a weight of another type, and Gemma's 1 + weight are other functions."""
+residual, one with a weight of another type, and Gemma's 1 + weight are other functions.
+
+Inductor leaves the inner rounding out of aten ops that it compiles, and so does
+`arithmetic.rms_norm`, which the fused product computes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_fusion.kernels.arithmetic import inverse_rms, rms_norm
+from mla_fusion.kernels.arithmetic import inverse_rms
 from mla_fusion.patterns import probe, tokens
 from mla_fusion.patterns.nodes import arguments, dtype_of
 from mla_fusion.patterns.site import called, made_by, outputs
@@ -133,10 +136,15 @@ def _is_formula(interior: list[fx.Node], norm: RmsNorm, root: fx.Node) -> bool:
         weight = torch.randn(columns, generator=generator).to(dtype)
         env = probe.evaluate(interior, {norm.x: x, norm.weight: weight})
         # The root by itself too: it is not rounded to 8 or 11 bits.
-        wanted = {root: inverse_rms(x, norm.epsilon), node: rms_norm(x, weight, norm.epsilon)}
+        wanted = {root: inverse_rms(x, norm.epsilon), node: twice_rounded(x, weight, norm.epsilon)}
         if env is None or not all(_equal(env[each], value) for each, value in wanted.items()):
             return False
     return True
+
+
+def twice_rounded(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The norm as the graph has it: x [..., K], weight [K], of one type."""
+    return (x.float() * inverse_rms(x, epsilon)).to(x.dtype) * weight
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

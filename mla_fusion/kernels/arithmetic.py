@@ -34,9 +34,10 @@ def inverse_rms(x: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` [..., K] with `weight` [K] of the same type, as vLLM's in plain torch: in
-    fp32, rounded before the product with `weight` and after it."""
-    return (x.float() * inverse_rms(x, epsilon)).to(x.dtype) * weight
+    """RMSNorm of `x` [..., K] with `weight` [K] of the same type: in fp32, rounded once, behind
+    the product with `weight`. vLLM's in plain torch also rounds in front of it, and Inductor, which
+    compiles that, leaves the first rounding out."""
+    return (x.float() * inverse_rms(x, epsilon) * weight.float()).to(x.dtype)
 
 
 def scale(q: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

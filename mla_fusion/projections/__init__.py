@@ -21,7 +21,7 @@ def project(
     the same type, bf16 or fp16, summed in fp32 and rounded once.
 
     T is 1 to 16. Rows of x and of the weights may be strided, their elements not. With norm_weight
-    [K], x is normalized by RMSNorm first: in fp32, rounded before and after its weight. Raises
+    [K], x is normalized by RMSNorm first: in fp32, rounded once, behind its weight. Raises
     ValueError for other inputs, and where `plan_for` has no plan."""
     check(x, weights, norm_weight)
     sizes, (tokens, k) = tuple(weight.shape[0] for weight in weights), x.shape

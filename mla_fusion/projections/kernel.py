@@ -89,8 +89,7 @@ def vector(
     for i in tl.static_range(CHUNKS):
         x = xs[i]
         if NORM:
-            x = (x * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
-            x = (x * norms[i].to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
+            x = (x * scale * norms[i].to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
         more = ()
         for r in tl.static_range(R):
             more = more + (sums[r] + tl.sum(tiles[i * R + r].to(tl.float32) * x, axis=1),)
@@ -165,10 +164,9 @@ def matrix(
     for i in tl.static_range(CHUNKS):
         x = xs[i]
         if NORM:
-            x = (x.to(tl.float32) * scale).to(x.dtype)
-            x = tl.reshape(x, (W, TILE // 8, 8, J * 32))
+            x = tl.reshape(x.to(tl.float32) * scale, (W, TILE // 8, 8, J * 32))
             weight = tl.reshape(norms[i], (W, 1, 8, J * 32)).to(tl.float32)
-            x = tl.reshape((x.to(tl.float32) * weight).to(x.dtype), (W, TILE, J * 32))
+            x = tl.reshape((x * weight).to(x_ptr.dtype.element_ty), (W, TILE, J * 32))
         sums = tl.dot(x, tl.trans(tiles[i], (0, 2, 1)), sums)
     total = tl.sum(sums, axis=0).to(y.dtype.element_ty)
     n = start + tl.arange(0, BLOCK_N)[None, :]

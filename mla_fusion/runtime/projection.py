@@ -38,6 +38,6 @@ def plain(
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of x [T, K] by vLLM's kernel, or on a CPU by the formula, which it rounds alike."""
+    """RMSNorm of x [T, K] by vLLM's kernel, which rounds twice, or on a CPU by the formula."""
     norm = vllm_compat.rms_norm if x.is_cuda else arithmetic.rms_norm
     return norm(x, weight, epsilon)

@@ -11,6 +11,7 @@ from vllm import ir
 
 from mla_fusion.kernels import arithmetic
 from mla_fusion.passes import pipeline
+from mla_fusion.patterns.norms import read_rms_norm, twice_rounded
 from mla_fusion.report import RangeReport
 from tests.passes import graphs
 
@@ -39,12 +40,12 @@ def with_norm(norm):
     return lambda t: linear(norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5), t["w_b"])
 
 
-BEHIND_NORM = {"aten": with_norm(arithmetic.rms_norm), "vllm_ir": with_norm(ir.ops.rms_norm)}
+BEHIND_NORM = {"aten": with_norm(twice_rounded), "vllm_ir": with_norm(ir.ops.rms_norm)}
 
 
 def two_behind_norm(t):
     """Two products of a normed input, as those of the first layer."""
-    normed = arithmetic.rms_norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5)
+    normed = twice_rounded(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5)
     return linear(normed, t["w_b"]), linear(normed, t["w_c"])
 
 
@@ -94,11 +95,21 @@ def build(model=layer, dtype=BF16, dynamic=True, turned=False):
     return graphs.copy(_traced(model, dtype, dynamic, turned))
 
 
+class _Rounding(fx.Interpreter):
+    """Runs a graph as Inductor's code does, in which a norm rounds once."""
+
+    def run_node(self, node):
+        norm = read_rms_norm(node)
+        if norm is None:
+            return super().run_node(node)
+        return arithmetic.rms_norm(self.env[norm.x], self.env[norm.weight], norm.epsilon)
+
+
 def run(module, given):
     inputs = module.graph.find_nodes(op="placeholder")
     flat = [given.get(node.name, len(given["x"])) for node in inputs]
     with torch.no_grad():
-        return fx.Interpreter(module).run(*flat)
+        return _Rounding(module, garbage_collect_values=False).run(*flat)
 
 
 def rewrite(module, first=1, last=64):

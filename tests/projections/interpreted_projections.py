@@ -6,6 +6,7 @@ import torch
 
 from mla_fusion.cli.selftest import projections
 from mla_fusion.kernels.arithmetic import rms_norm
+from mla_fusion.patterns.norms import twice_rounded
 from mla_fusion.projections.plans import PLANS
 from mla_fusion.projections.triton import launch
 from tests.kernels import interpreter
@@ -31,20 +32,17 @@ def test_the_norm_rounds_where_the_reference_does(plan, tokens):
     assert (got != rms_norm(x, weight, epsilon)).float().mean() < 0.01
 
 
-def once_rounded(plan, x, weights, norm, epsilon):
-    """The norm rounds after its weight alone."""
-    if norm is None:
-        return launch(plan, x, weights)
-    wide = x.float()
-    wide *= torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * norm.float()
-    return launch(plan, wide.to(x.dtype), weights)
+def rounded_twice(plan, x, weights, norm, epsilon):
+    """The norm rounds before its weight too."""
+    x = x if norm is None else twice_rounded(x, norm, epsilon)
+    return launch(plan, x, weights)
 
 
 BUGS = {
     "a step off": lambda plan, *given: [y + y * 2**-7 for y in launch(plan, *given)],
     "last of K": lambda plan, x, w, *rest: launch(plan, x[:, :-1], [a[:, :-1] for a in w], *rest),
     "rows": lambda plan, x, *rest: launch(plan, x.flip(1).contiguous(), *rest),
-    "norm": once_rounded,
+    "norm": rounded_twice,
     "no NaN": lambda plan, *given: [y.nan_to_num() for y in launch(plan, *given)],
 }
 
