@@ -1,8 +1,9 @@
 """`start` of `benchmarks/engine.py`: seconds until an engine is ready, part by part.
 
-Each arm starts twice in a folder of its own: cold, with all caches empty, and warm, with the caches
-of the first start. As many engines start side by side as there are GPUs, each on one of its own.
-Graphs are captured for vLLM's own list of sizes.
+Each arm starts three times in a folder of its own: cold, with all caches empty, then with the
+caches of the starts before. The second start of vLLM 0.26 stores compiled code once more, in
+another folder, because it hashes other source files than the first. As many engines start side by
+side as there are GPUs, each on one of its own. Graphs are captured for vLLM's own list of sizes.
 
 Rows: seconds from the begin of the process until the engine is ready, and until the first token of
 a prompt; of them `torch.compile` (Dynamo, vLLM's graph and the decode graph), the kernels of this
@@ -44,22 +45,22 @@ def start(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     with ThreadPoolExecutor(gpus) as pool:
         # An even number of GPUs: the arms of a model start side by side.
         made = [
-            pool.submit(twice, name, arm, devices(index % gpus, 1), args.layers, end)
+            pool.submit(starts, name, arm, devices(index % gpus, 1), args.layers, end)
             for index, (name, arm) in enumerate(work)
         ]
         rows = [row for each in made for row in each.result()]
-    return rows, 2 * len(work) - len(rows)
+    return rows, 3 * len(work) - len(rows)
 
 
-def twice(name: str, arm: str, device: str, layers: int, end: float) -> list[dict[str, Any]]:
-    """The rows of an arm's cold and warm start."""
+def starts(name: str, arm: str, device: str, layers: int, end: float) -> list[dict[str, Any]]:
+    """The rows of an arm's three starts."""
     folder, rows = tempfile.mkdtemp(), []
     options = {
         "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(layers).layers,
         "device": device, "folder": folder, "seqs": 128, "capture": [], "max_tokens": 8192,
         "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_CACHE_DIR": f"{folder}/triton"},
     }  # fmt: skip
-    for state in ("cold", "warm"):
+    for state in ("cold", "second", "warm"):
         began = time.time()
         result = finish(*begin(job(**options)), max(0.0, end - began))
         if "error" in result:

@@ -68,8 +68,8 @@ HOOKS = (
         compilation.add_passes,
     ),
     Hook(
-        "vllm.compilation.backends", ("CompilerManager.compile",),
-        compilation.set_options_for_ranges,
+        "vllm.compilation.backends", ("CompilerManager.compile", "CompilerManager.load"),
+        compilation.compile_pieces,
     ),
     Hook(
         "vllm.compilation.backends",

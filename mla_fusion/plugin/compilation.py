@@ -37,41 +37,66 @@ def add_passes() -> None:
     wrap(PostGradPassManager, "configure", configure)
 
 
-def set_options_for_ranges() -> None:
+def compile_pieces() -> None:
     """Why: in every RMSNorm Inductor recomputes the sum of up to five residuals, which costs a
     decode step time. vLLM has one set of Inductor's options for all ranges, and prefill shall keep
-    it.
+    it. vLLM also stores the first of several equal pieces alone, so that a warm start hashes all
+    others, of two graphs with the flag: 20 ms each.
 
-    How: `CompilerManager.compile` gets the options of `for_range`. vLLM's cache key covers all that
-    they depend on: the flag, the bucket and this library's source. Until: vLLM takes options for a
-    range.
+    How: `CompilerManager.compile` gets the options of `for_range`, and stores an equal piece under
+    the first one's name; `load` returns code that was loaded before. vLLM's cache key covers all
+    that the options depend on: the flag, the bucket and this library's source. Until: vLLM takes
+    options for a range, and stores equal pieces.
     """
     from vllm.compilation.backends import CompilerManager
 
-    def compile_range(
+    def compile_piece(
         original: Callable[..., Any], self: Any, graph: Any, example_inputs: Any,
         additional_inductor_config: dict[str, Any], compilation_config: Any, compile_range: Any,
-        *args: Any, **kwargs: Any,
+        graph_index: int = 0, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        options = additional_inductor_config
-        if kwargs.get("is_encoder", False) or not _has_passes(compilation_config):
-            given = graph, example_inputs, options, compilation_config, compile_range
+        options = for_range(additional_inductor_config, compilation_config, compile_range)
+        given = graph, example_inputs, options, compilation_config, compile_range, graph_index
+        if not _is_on(compilation_config) or kwargs.get("is_encoder", False):
             return original(self, *given, *args, **kwargs)
         from mla_fusion import report
 
-        options = for_range(options, compilation_config, compile_range)
-        given = graph, example_inputs, options, compilation_config, compile_range
         with report.of_equal_graphs() as compiled:
             compiled.append(original(self, *given, *args, **kwargs))
+        _store_equal_piece(self, compile_range, graph_index, compiled[0])
         return compiled[0]
 
-    wrap(CompilerManager, "compile", compile_range)
+    def load(
+        original: Callable[..., Any], self: Any, graph: Any, example_inputs: Any,
+        graph_index: int, compile_range: Any,
+    ) -> Any:  # fmt: skip
+        entry = self.cache.get((compile_range, graph_index, self.compiler.name))
+        if _is_on(self.compilation_config) and entry:
+            code = self.loaded_artifacts.get(entry["cache_key"]) if entry["cache_key"] else None
+            if code is not None:
+                return code
+        return original(self, graph, example_inputs, graph_index, compile_range)
+
+    wrap(CompilerManager, "compile", compile_piece)
+    wrap(CompilerManager, "load", load)
+
+
+def _store_equal_piece(manager: Any, compile_range: Any, graph_index: int, code: Any) -> None:
+    """Give a piece that has no entry in vLLM's cache that of the piece whose `code` it got."""
+    place = compile_range, graph_index, manager.compiler.name
+    keys = {key for key, known in manager.loaded_artifacts.items() if known is code}
+    if place not in manager.cache:
+        for entry in [each for each in manager.cache.values() if each["cache_key"] in keys][:1]:
+            manager.cache[place] = entry
+
+
+def _is_on(compilation_config: Any) -> bool:
+    return bool(getattr(compilation_config.pass_config, config.FLAG, False))
 
 
 def _has_passes(compilation_config: Any) -> bool:
     """True if the passes run in the graphs of an engine, or of its decode steps, with this."""
-    on = getattr(compilation_config.pass_config, config.FLAG, False)
-    return on and config.in_one_graph(compilation_config)
+    return _is_on(compilation_config) and config.in_one_graph(compilation_config)
 
 
 def for_range(
