@@ -33,7 +33,10 @@ def _weight_of(pid, w0, w1, y0, y1, n0, n1, row0, row1, BLOCK_N: tl.constexpr, T
 
 @triton.jit
 def _load(ptr, row, rows, k, K: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: tl.constexpr):
-    """Elements behind `ptr`, zeros beyond `rows` and K. Loads without a mask are wide for sure."""
+    """Elements behind `ptr`, zeros beyond `rows` and K. Loads without a mask are wide for sure.
+
+    Every load is [n * W, 256], in which a warp has each W-th row: of two dimensions Triton splits
+    the first among the warps, and of three one release splits another than the next."""
     if FULL_ROWS and FULL_K:
         x = tl.load(ptr)
     elif FULL_K:
@@ -55,8 +58,9 @@ def vector(
         tl.program_id(0), w0, w1, y0, y1, n0, n1, row0 * ALIGN, row1 * ALIGN, BLOCK_N, TWO
     )
     R: tl.constexpr = BLOCK_N // W
-    warp = tl.arange(0, W)[:, None, None]
-    inner = tl.arange(0, J)[None, :, None] * 256 + tl.arange(0, 256)[None, None, :] + warp * 0
+    split = tl.arange(0, J * W)[:, None]
+    warp = split % W
+    inner = split // W * 256 + tl.arange(0, 256)[None, :]
     tiles = ()
     for i in tl.static_range(AHEAD):
         for r in tl.static_range(R):
@@ -81,18 +85,20 @@ def vector(
     if NORM:
         squares = tl.zeros((W, 256), tl.float32)
         for i in tl.static_range(CHUNKS):
-            squares += tl.sum(xs[i] * xs[i], axis=1)
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + epsilon)[:, None, None]
+            squares += tl.sum(tl.reshape(xs[i] * xs[i], (J, W, 256)), axis=0)
+        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + epsilon)[None, :, None]
     sums = ()
     for _ in tl.static_range(R):
         sums = sums + (tl.zeros((W, 256), tl.float32),)
     for i in tl.static_range(CHUNKS):
-        x = xs[i]
+        x = tl.reshape(xs[i], (J, W, 256))
         if NORM:
-            x = (x * scale * norms[i].to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
+            x = x * scale * tl.reshape(norms[i], (J, W, 256)).to(tl.float32)
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         more = ()
         for r in tl.static_range(R):
-            more = more + (sums[r] + tl.sum(tiles[i * R + r].to(tl.float32) * x, axis=1),)
+            tile = tl.reshape(tiles[i * R + r], (J, W, 256)).to(tl.float32)
+            more = more + (sums[r] + tl.sum(tile * x, axis=0),)
         sums = more
     for r in tl.static_range(R):
         n = start + r * W + tl.arange(0, W)
@@ -108,15 +114,15 @@ def _fragments(
     through shared memory: a slice of K for each of W warps, in an order of K in which the 8
     elements that a lane loads at once are those that it must hold. Both operands have that order,
     and the order of a sum's terms is free."""
-    part = tl.arange(0, ROWS // 8 * J)[None, :, None]
-    warp = tl.arange(0, W)[:, None, None]
-    inner = tl.arange(0, 256)[None, None, :]
+    split = tl.arange(0, ROWS // 8 * J * W)[:, None]
+    part, warp = split // W, split % W
+    inner = tl.arange(0, 256)[None, :]
     r = first + part // J * 8 + inner // 32
     k = start + (warp * J + part % J) * 32 + inner % 32
     x = _load(ptr + r * row + k, r, end, k, K, FULL_ROWS, FULL_K)
-    # [warp, 8 rows, 32 of K, row, lane % 4, 16 of K, 8 of K, 2]
-    x = tl.reshape(x, (W, ROWS // 8, J, 8, 4, 2, 2, 2))
-    x = tl.permute(x, (0, 1, 3, 2, 5, 6, 4, 7))
+    # [8 rows, 32 of K, warp, row, lane % 4, 16 of K, 8 of K, 2]
+    x = tl.reshape(x, (ROWS // 8, J, W, 8, 4, 2, 2, 2))
+    x = tl.permute(x, (2, 0, 3, 1, 5, 6, 4, 7))
     return tl.reshape(x, (W, ROWS, J * 32))
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from mla_fusion.projections import kernel, measured
 from mla_fusion.projections.measured import Shape
-from mla_fusion.projections.plans import Plan
+from mla_fusion.projections.plans import Plan, tile_of
 from mla_fusion.projections.triton import launch_arguments
 from tests.attention.without_memory import meta
 from tests.gpus import imitated
@@ -48,6 +48,8 @@ def test_weights_are_under_way_before_the_wait(case):
     assert not {"STG", "PREEXIT"} & {*found.order[:wait]} and "PREEXIT" in found.order, found
     assert found.matrix == (("HMMA",) if row.plan.kernel == "matrix" else ()), found
     assert found.spills == 0 or row.tokens == 16, found
+    # Of the sum of the warps alone: no operand takes a trip through it.
+    assert found.shared <= 4 * row.plan.num_warps * row.plan.block_n * tile_of(row.tokens), found
 
 
 @pytest.mark.parametrize("tokens", [(2, 7, 8), (9, 15, 16)])
