@@ -9,7 +9,7 @@
     mla_attention_with_prepared_query               vLLM's MLA attention with that query
     mla_attention_with_group_quantized_output       the same, its output in fp8 for o_proj, with a
     mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
-    projection                                      a norm and products of up to 16 tokens
+    projection                                      products of up to 16 tokens
     end_of_piece                                    marks where a graph is cut; never runs
 
 The fused op and the three behind it write into buffers of the graph and return nothing: under
@@ -109,7 +109,7 @@ _SCHEMAS = {
     TENSOR_ATTENTION: (
         f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
     ),
-    PROJECTION: ("(Tensor x, Tensor[] weights, Tensor? norm_weight, float epsilon) -> Tensor[]"),
+    PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
     CUT: "() -> ()",
 }
 

@@ -6,14 +6,9 @@
     after    x, [w_q, w_kv] ─► projection
                                 [0] q, [1] kv
 
-    before   x ─► RMSNorm ─► mm(.., permute(w_q_b)) ─► q
-    after    x, [w_q_b], norm weight, epsilon ─► projection
-                                                  [0] q
-
 Each product of an activation with a weight is looked at, wherever it is: o_proj, those of a dense
 MLP and of a router too. Two products of one input that follow each other become one op if that was
-measured for their sizes; else each becomes an op of its own, or stays. The norm of the input goes
-into the op if nothing else reads it, and that was measured too.
+measured for their sizes; else each becomes an op of its own, or stays.
 
 Safe because the op is a function of the same values, for any number of rows: beyond
 `projections.MAX_TOKENS` it computes what was there before."""
@@ -28,19 +23,16 @@ from torch import fx
 
 from mla_fusion import ops, projections
 from mla_fusion.passes.rewrite import PassResult, call
-from mla_fusion.patterns.norms import RmsNorm, read_rms_norm
 from mla_fusion.patterns.products import Product, read_product
 from mla_fusion.report.reasons import Decline, Declined
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """One or two products of `x`, the one with most columns first, as pairs are measured, or of
-    what `norm` makes of it."""
+    """One or two products of `x`, the one with most columns first, as pairs are measured."""
 
     x: fx.Node
     products: tuple[Product, ...]
-    norm: RmsNorm | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -57,16 +49,14 @@ class MLAProjectionPass:
     def __call__(self, graph: fx.Graph) -> PassResult:
         result, slower = PassResult(), list[str]()
         for products in _by_input(graph, result.declined):
-            norm = read_rms_norm(products[0].x)
             while products:
-                launch = next(filter(self._is_faster, _launches(products, norm)), None)
+                launch = next(filter(self._is_faster, _launches(products)), None)
                 if launch is None:
                     slower.append(str(products.pop(0)))
                     continue
                 new = _rewrite(graph, launch)
                 result.rewritten |= {product.node.name: new for product in launch.products}
                 result.dead += [product.node for product in launch.products]
-                result.dead += launch.norm.results if launch.norm else ()
                 del products[: len(launch.products)]
         widths = ", ".join(dict.fromkeys(slower))
         result.declined += [Decline("product-slower", widths) for _ in slower]
@@ -79,8 +69,8 @@ class MLAProjectionPass:
         served: Iterable[int] = range(first, min(last, projections.MAX_TOKENS) + 1)
         if isinstance(rows, int):
             served = {rows}.intersection(served)
-        shape, norm = (value.device, launch.sizes, k), launch.norm is not None
-        return any(projections.plan_for(*shape, n, norm, value.dtype) for n in served)
+        shape = value.device, launch.sizes, k
+        return any(projections.plan_for(*shape, n, value.dtype) for n in served)
 
 
 def _by_input(graph: fx.Graph, declined: list[Decline]) -> Iterator[list[Product]]:
@@ -97,26 +87,20 @@ def _by_input(graph: fx.Graph, declined: list[Decline]) -> Iterator[list[Product
     yield from found.values()
 
 
-def _launches(products: Sequence[Product], norm: RmsNorm | None) -> Iterator[_Launch]:
-    """What may compute the first of `products`, all of one input, which `norm` makes, the better
-    one first."""
+def _launches(products: Sequence[Product]) -> Iterator[_Launch]:
+    """What may compute the first of `products`, all of one input, the better one first."""
     for count in (2, 1):
-        if len(group := products[:count]) < count:
-            continue
-        ordered = tuple(sorted(group, key=lambda product: product.size, reverse=True))
-        readers = {user for node in norm.results for user in node.users} if norm else None
-        if norm and norm.x.meta["val"].dim() == 2 and readers == {each.node for each in group}:
-            yield _Launch(norm.x, ordered, norm)
-        yield _Launch(group[0].x, ordered)
+        if len(group := products[:count]) == count:
+            ordered = tuple(sorted(group, key=lambda product: product.size, reverse=True))
+            yield _Launch(group[0].x, ordered)
 
 
 def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
     """One op in front of its first product; what read the products reads its results."""
     values = [product.node.meta["val"] for product in launch.products]
-    weights, norm = [product.weight for product in launch.products], launch.norm
+    weights = [product.weight for product in launch.products]
     with graph.inserting_before(min(product.node for product in launch.products)):
-        args = (norm.weight, norm.epsilon) if norm else (None, 0.0)
-        new = call(graph, ops.get(ops.PROJECTION), (launch.x, weights, *args), values)
+        new = call(graph, ops.get(ops.PROJECTION), (launch.x, weights), values)
         results = [
             call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
         ]
@@ -129,4 +113,4 @@ def described(launch: fx.Node) -> str:
     """The widths of what a call of the op reads and makes, for the report."""
     args: Any = launch.args
     sizes = " + ".join(str(weight.meta["val"].shape[0]) for weight in args[1])
-    return f"{'RMSNorm, ' if args[2] else ''}{args[0].meta['val'].shape[1]} -> {sizes}"
+    return f"{args[0].meta['val'].shape[1]} -> {sizes}"

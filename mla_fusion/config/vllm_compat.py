@@ -343,16 +343,6 @@ def write_cache_slots(
     )  # fmt: skip
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of x [T, K], whose rows may be strided, by vLLM's kernel for NVIDIA and AMD GPUs. The
-    one for AMD reads dense rows alone."""
-    from vllm import _custom_ops
-
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _custom_ops.rms_norm(out, x.contiguous() if is_rocm() else x, weight, epsilon)
-    return out
-
-
 def join_query(latent: torch.Tensor, rotated: torch.Tensor, out: torch.Tensor) -> None:
     """Write latent [T, H, 512] and rotated [T, H, 64] side by side into `out` [T, H, 576]."""
     from vllm import _custom_ops

@@ -28,18 +28,6 @@ def rotate(
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
-def inverse_rms(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """1 / sqrt(mean(x^2) + epsilon) of each row of `x` [..., K], in fp32: [..., 1]."""
-    return torch.rsqrt(x.float().pow(2).mean(dim=-1, keepdim=True) + epsilon)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` [..., K] with `weight` [K] of the same type: in fp32, rounded once, behind
-    the product with `weight`. vLLM's in plain torch also rounds in front of it, and Inductor, which
-    compiles that, leaves the first rounding out."""
-    return (x.float() * inverse_rms(x, epsilon) * weight.float()).to(x.dtype)
-
-
 def scale(q: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`q` [T, H, n] times `factor` [T], in the type of q: computed in fp32 and rounded once. The
     result is dense, or `out`, which may be q."""

@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with weights, the RMSNorm of their input included.
+"""Products of up to 16 tokens with weights.
 
 It knows torch and Triton, and no vLLM. `plan_for` says whether a product was measured faster here
 than `torch.mm`, and `project` computes it."""
@@ -13,19 +13,15 @@ from mla_fusion.projections.plans import MAX_TOKENS as MAX_TOKENS
 from mla_fusion.projections.plans import Plan as Plan
 
 
-def project(
-    x: torch.Tensor, weights: list[torch.Tensor], norm_weight: torch.Tensor | None = None,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:  # fmt: skip
+def project(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
     the same type, bf16 or fp16, summed in fp32 and rounded once.
 
-    T is 1 to 16. Rows of x and of the weights may be strided, their elements not. With norm_weight
-    [K], x is normalized by RMSNorm first: in fp32, rounded once, behind its weight. Raises
-    ValueError for other inputs, and where `plan_for` has no plan."""
-    check(x, weights, norm_weight)
+    T is 1 to 16. Rows of x and of the weights may be strided, their elements not. Raises ValueError
+    for other inputs, and where `plan_for` has no plan."""
+    check(x, weights)
     sizes, (tokens, k) = tuple(weight.shape[0] for weight in weights), x.shape
-    plan = plan_for(x.device, sizes, k, tokens, norm_weight is not None, x.dtype)
+    plan = plan_for(x.device, sizes, k, tokens, x.dtype)
     if plan is None:
         raise ValueError(
             f"no kernel was measured faster for {tokens} tokens, K {k} and N {sizes} on "
@@ -33,10 +29,10 @@ def project(
         )
     from mla_fusion.projections.triton import launch
 
-    return launch(plan, x, weights, norm_weight, epsilon)
+    return launch(plan, x, weights)
 
 
-def check(x: torch.Tensor, weights: list[torch.Tensor], norm_weight: torch.Tensor | None) -> None:
+def check(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
     """Raise ValueError for inputs that the kernels do not take."""
     if len(weights) not in (1, 2):
         raise ValueError(f"weights must be one or two tensors, got {len(weights)}")
@@ -55,10 +51,6 @@ def check(x: torch.Tensor, weights: list[torch.Tensor], norm_weight: torch.Tenso
             raise ValueError(f"{name} must have dense rows, got strides {tensor.stride()}")
         if tensor.shape[0] * tensor.stride(0) >= 2**31:
             raise ValueError(f"{name} spans 2^31 elements or more, beyond the kernel's offsets")
-    if norm_weight is not None:
-        if norm_weight.shape != (k,) or norm_weight.stride(0) != 1:
-            raise ValueError(f"norm_weight must be dense, [{k}], got {[*norm_weight.shape]}")
-        named["norm_weight"] = norm_weight
     for name, tensor in named.items():
         if (tensor.dtype, tensor.device) != (x.dtype, x.device):
             kind = f"{tensor.dtype} on {tensor.device}"

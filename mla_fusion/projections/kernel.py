@@ -48,10 +48,10 @@ def _load(ptr, row, rows, k, K: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: t
 
 @triton.jit(do_not_specialize=NUMBERS)
 def vector(
-    x_ptr, w0, w1, norm_ptr, y0, y1, n0, n1, row0, row1, x_row, tokens, epsilon,
+    x_ptr, w0, w1, y0, y1, n0, n1, row0, row1, x_row, tokens,
     K: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr, CHUNKS: tl.constexpr,
     AHEAD: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr, FULL_K: tl.constexpr,
-    TWO: tl.constexpr, NORM: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    TWO: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: each of W warps has BLOCK_N / W whole rows, lane i 8 elements of each 256."""
     w, y, end, row, start = _weight_of(
@@ -66,11 +66,6 @@ def vector(
         for r in tl.static_range(R):
             n, k = start + r * W + warp, i * J * 256 + inner
             tiles = tiles + (_load(w + n * row + k, n, end, k, K, FULL_N, FULL_K),)
-    norms = ()
-    if NORM:
-        for i in tl.static_range(CHUNKS):
-            k = i * J * 256 + inner
-            norms = norms + (_load(norm_ptr + k, warp, W, k, K, True, FULL_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,19 +77,11 @@ def vector(
     for i in tl.static_range(CHUNKS):
         k = i * J * 256 + inner
         xs = xs + (_load(x_ptr + k, warp, W, k, K, True, FULL_K).to(tl.float32),)
-    if NORM:
-        squares = tl.zeros((W, 256), tl.float32)
-        for i in tl.static_range(CHUNKS):
-            squares += tl.sum(tl.reshape(xs[i] * xs[i], (J, W, 256)), axis=0)
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + epsilon)[None, :, None]
     sums = ()
     for _ in tl.static_range(R):
         sums = sums + (tl.zeros((W, 256), tl.float32),)
     for i in tl.static_range(CHUNKS):
         x = tl.reshape(xs[i], (J, W, 256))
-        if NORM:
-            x = x * scale * tl.reshape(norms[i], (J, W, 256)).to(tl.float32)
-            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         more = ()
         for r in tl.static_range(R):
             tile = tl.reshape(tiles[i * R + r], (J, W, 256)).to(tl.float32)
@@ -128,11 +115,10 @@ def _fragments(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def matrix(
-    x_ptr, w0, w1, norm_ptr, y0, y1, n0, n1, row0, row1, x_row, tokens, epsilon,
+    x_ptr, w0, w1, y0, y1, n0, n1, row0, row1, x_row, tokens,
     K: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr,
     CHUNKS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr,
-    FULL_K: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, ALIGN: tl.constexpr,
-    PDL: tl.constexpr,
+    FULL_K: tl.constexpr, TWO: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to TILE tokens, 8 or 16, by matrix instructions: each of W warps has a slice of K of all
     BLOCK_N rows, and the sums of the warps are added through shared memory."""
@@ -146,10 +132,6 @@ def matrix(
         k = i * STEP
         tile = _fragments(w, row, start, end, k, K, BLOCK_N, J, W, FULL_N, FULL_K)
         tiles = tiles + (tile,)
-    norms = ()
-    if NORM:
-        for i in tl.static_range(CHUNKS):
-            norms = norms + (_fragments(norm_ptr, 0, 0, 8, i * STEP, K, 8, J, W, True, FULL_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -160,20 +142,9 @@ def matrix(
         if i >= AHEAD:
             tile = _fragments(w, row, start, end, k, K, BLOCK_N, J, W, FULL_N, FULL_K)
             tiles = tiles + (tile,)
-    if NORM:
-        squares = tl.zeros((W, TILE), tl.float32)
-        for i in tl.static_range(CHUNKS):
-            x = xs[i].to(tl.float32)
-            squares += tl.sum(x * x, axis=2)
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + epsilon)[None, :, None]
     sums = tl.zeros((W, TILE, BLOCK_N), tl.float32)
     for i in tl.static_range(CHUNKS):
-        x = xs[i]
-        if NORM:
-            x = tl.reshape(x.to(tl.float32) * scale, (W, TILE // 8, 8, J * 32))
-            weight = tl.reshape(norms[i], (W, 1, 8, J * 32)).to(tl.float32)
-            x = tl.reshape((x * weight).to(x_ptr.dtype.element_ty), (W, TILE, J * 32))
-        sums = tl.dot(x, tl.trans(tiles[i], (0, 2, 1)), sums)
+        sums = tl.dot(xs[i], tl.trans(tiles[i], (0, 2, 1)), sums)
     total = tl.sum(sums, axis=0).to(y.dtype.element_ty)
     n = start + tl.arange(0, BLOCK_N)[None, :]
     t = tl.arange(0, TILE)[:, None]

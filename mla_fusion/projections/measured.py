@@ -3,12 +3,11 @@
 `gpus/` has a JSON file for each GPU:
 
     gpu, torch, triton, commit, command
-    shapes   {"sizes": columns N of each result, "k": K, "norm": whether x is normalized first,
-              "rows": [...]}
+    shapes   {"sizes": columns N of each result, "k": K, "rows": [...]}
 
 A row has `tokens`, the fastest `plan` (kernel, block_n, num_warps), and p20, p50 and p80 in us of
-`ours` and of `torch`: its `mm` of each weight behind an RMSNorm kernel. Weights were bf16; fp16 has
-the same bytes and instructions.
+`ours` and of `torch`, its `mm` of each weight, behind a kernel that starts no launch early, without
+the time of that one. Weights were bf16; fp16 has the same bytes and instructions.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ NEAR = math.log(2)  # farthest such shape: N or K differs by this factor, as a l
 
 
 class Shape(NamedTuple):
-    """One launch: columns of its results, K, and whether it normalizes x first."""
+    """One launch: columns of its results, and K."""
 
     sizes: tuple[int, ...]
     k: int
-    norm: bool
 
 
 class Row(NamedTuple):
@@ -67,7 +65,7 @@ def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
     """The rows of a file's content. Raises ValueError if it has another form."""
     try:
         found = {
-            Shape(tuple(each["sizes"]), each["k"], each["norm"]): [
+            Shape(tuple(each["sizes"]), each["k"]): [
                 Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
                 for row in each["rows"]
             ]
@@ -93,19 +91,18 @@ def every() -> list[Shape]:
 
 
 def plan_for(
-    device: torch.device, sizes: tuple[int, ...], k: int, tokens: int, norm: bool,
-    dtype: torch.dtype,
-) -> Plan | None:  # fmt: skip
+    device: torch.device, sizes: tuple[int, ...], k: int, tokens: int, dtype: torch.dtype
+) -> Plan | None:
     """The plan of a kernel that was measured faster on this GPU than cuBLAS; None if none was.
 
-    sizes: rows N of each weight [N, k]. tokens: rows of x, at least 1. norm: x is normalized first.
+    sizes: rows N of each weight [N, k]. tokens: rows of x, at least 1.
 
     The row of the next larger measured number of tokens decides. A shape that was not measured goes
-    by the nearest one with as many weights and the same `norm`, if both the sum of N and K are
-    within a factor of two: ours must be 5 % faster, then 10 %."""
+    by the nearest one with as many weights, if both the sum of N and K are within a factor of two:
+    ours must be 5 % faster, then 10 %."""
     if dtype not in DTYPES or not sizes or tokens < 1:
         return None
-    return _chosen(gpu.of(device).name, Shape(tuple(sizes), k, norm), tokens)
+    return _chosen(gpu.of(device).name, Shape(tuple(sizes), k), tokens)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,7 +127,6 @@ def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
 
     alike = [
         other for other in rows
-        if (len(other.sizes), other.norm) == (len(shape.sizes), shape.norm)
-        and max(apart(other)) <= NEAR
+        if len(other.sizes) == len(shape.sizes) and max(apart(other)) <= NEAR
     ]  # fmt: skip
     return min(alike, key=lambda other: sum(apart(other)), default=None)

@@ -10,24 +10,20 @@ from mla_fusion.kernels.triton import early_launch
 from mla_fusion.projections.plans import Plan, tile_of
 
 
-def launch(
-    plan: Plan, x: torch.Tensor, weights: list[torch.Tensor],
-    norm_weight: torch.Tensor | None = None, epsilon: float = 0.0,
-) -> list[torch.Tensor]:  # fmt: skip
+def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """See `mla_fusion.projections.project`; nothing is checked."""
     from mla_fusion.projections import kernel
 
     outputs = [x.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
     programs = sum(-(-weight.shape[0] // plan.block_n) for weight in weights)
-    given = launch_arguments(plan, x, weights, norm_weight, epsilon, outputs)
+    given = launch_arguments(plan, x, weights, outputs)
     getattr(kernel, plan.kernel)[programs,](**given)
     return outputs
 
 
 def launch_arguments(
-    plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], norm_weight: torch.Tensor | None,
-    epsilon: float, outputs: list[torch.Tensor],
-) -> dict[str, Any]:  # fmt: skip
+    plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> dict[str, Any]:
     """Arguments and options of a launch (also for compiling without a GPU).
 
     Row strides come divided by 8 elements where they allow it: so Triton knows that a row begins
@@ -41,13 +37,13 @@ def launch_arguments(
     j = min(units & -units, 8)  # ranges of Triton's are powers of two
     chunks = units // j
     given = {
-        "x_ptr": x, "w0": first, "w1": last, "norm_ptr": x if norm_weight is None else norm_weight,
-        "y0": outputs[0], "y1": outputs[-1], "n0": first.shape[0], "n1": last.shape[0],
-        "row0": strides[0] // align, "row1": strides[1] // align, "x_row": x_row // align,
-        "tokens": tokens, "epsilon": epsilon, "K": k, "BLOCK_N": plan.block_n, "J": j,
-        "CHUNKS": chunks, "AHEAD": plan.ahead(k, tokens, chunks), "W": plan.num_warps,
+        "x_ptr": x, "w0": first, "w1": last, "y0": outputs[0], "y1": outputs[-1],
+        "n0": first.shape[0], "n1": last.shape[0], "row0": strides[0] // align,
+        "row1": strides[1] // align, "x_row": x_row // align, "tokens": tokens, "K": k,
+        "BLOCK_N": plan.block_n, "J": j, "CHUNKS": chunks,
+        "AHEAD": plan.ahead(k, tokens, chunks), "W": plan.num_warps,
         "FULL_N": all(w.shape[0] % plan.block_n == 0 for w in weights),
-        "FULL_K": k % unit == 0, "TWO": len(weights) == 2, "NORM": norm_weight is not None,
-        "ALIGN": align, "num_warps": plan.num_warps, **early_launch(x.device),
+        "FULL_K": k % unit == 0, "TWO": len(weights) == 2, "ALIGN": align,
+        "num_warps": plan.num_warps, **early_launch(x.device),
     }  # fmt: skip
     return given if plan.kernel == "vector" else given | {"TILE": tile_of(tokens)}

@@ -26,23 +26,20 @@ PLAN = bench.PLANS[4]
 
 def sizes(name, ranks=1):
     config = json.loads((CONFIGS / name).read_text())
-    return {(s.k, s.sizes, s.norm) for s in products.shapes_of(config, ranks)}
+    return {(s.k, s.sizes) for s in products.shapes_of(config, ranks)}
 
 
 def test_the_products_of_a_rank():
-    """Of DeepSeek-V3 on 8 GPUs: qkv_a, q_b with and without its norm, o, the dense MLP, the shared
-    expert, the router."""
+    """Of DeepSeek-V3 on 8 GPUs: qkv_a, q_b, o, the dense MLP, the shared expert, the router."""
     assert sizes("deepseek-v3.json", 8) == {
-        (7168, (2112,), False), (1536, (3072,), True), (1536, (3072,), False),
-        (2048, (7168,), False), (7168, (4608,), False), (2304, (7168,), False),
-        (7168, (512,), False), (256, (7168,), False), (7168, (256,), False),
+        (7168, (2112,)), (1536, (3072,)), (2048, (7168,)), (7168, (4608,)), (2304, (7168,)),
+        (7168, (512,)), (256, (7168,)), (7168, (256,)),
     }  # fmt: skip
 
 
 def test_without_a_latent_of_the_query_both_products_of_the_input_may_be_one_launch():
-    found = sizes("deepseek-v2-lite.json")
-    assert {(2048, (3072, 576), False), (2048, (3072,), False), (2048, (576,), False)} < found
-    assert not any(norm for *_, norm in found)
+    pair, apart = {(2048, (3072, 576))}, {(2048, (3072,)), (2048, (576,))}
+    assert pair | apart < sizes("deepseek-v2-lite.json")
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def calibrate(monkeypatch, tmp_path):
     def run(ours=5.0, wrong="", verdict="", name="deepseek-v3.json", ranks=8):
         def timed(given, rounds, ceilings):
             shape, tokens = given
-            row = {"sizes": " ".join(map(str, shape.sizes)), "k": shape.k, "norm": int(shape.norm),
+            row = {"sizes": " ".join(map(str, shape.sizes)), "k": shape.k,
                    "tokens": tokens, "wrong": ""}  # fmt: skip
             us = {bench.name_of(PLAN): ours, bench.TORCH: 10.0}
             return [row | {"candidate": n, **dict.fromkeys(timing.TIMES, t)} | (
@@ -78,20 +75,20 @@ def calibrate(monkeypatch, tmp_path):
     measured._chosen.cache_clear()
 
 
-def plan(sizes, k, norm=False):
+def plan(sizes, k):
     """As a fresh process finds it."""
     measured_products.load.cache_clear()
     measured_products.load(GPU)
-    return projections.plan_for(torch.device("cuda"), sizes, k, 4, norm, torch.bfloat16)
+    return projections.plan_for(torch.device("cuda"), sizes, k, 4, torch.bfloat16)
 
 
 def test_plans_go_by_the_file(calibrate):
     """A second model joins the first, and a shape that is measured again replaces itself."""
-    assert plan((3072,), 1536, True) is None
+    assert plan((3072,), 1536) is None
     assert calibrate() == 0 and calibrate(name="deepseek-v2-lite.json", ranks=1) == 0
-    assert plan((3072,), 1536, True) == plan((3072, 576), 2048) == PLAN
+    assert plan((3072,), 1536) == plan((3072, 576), 2048) == PLAN
     assert calibrate(ours=9.9) == 0  # too little to gain
-    assert plan((3072,), 1536, True) is None and plan((3072, 576), 2048) == PLAN
+    assert plan((3072,), 1536) is None and plan((3072, 576), 2048) == PLAN
 
 
 @pytest.mark.parametrize("bad", [{"wrong": "error 1.0"}, {"verdict": "a case: error 3"}])
@@ -112,11 +109,11 @@ def test_ranks_that_do_not_divide_the_heads(calibrate):
 def test_a_file_of_other_kernels_or_damaged_is_ignored(calibrate, caplog, old, new):
     calibrate()
     [path] = tables_folder().iterdir()
-    assert plan((3072,), 1536, True) == PLAN
+    assert plan((3072,), 1536) == PLAN
     measured._own.clear()
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     measured._chosen.cache_clear()
-    assert plan((3072,), 1536, True) is None
+    assert plan((3072,), 1536) is None
     assert "is ignored" in caplog.text and "calibrate again" in caplog.text

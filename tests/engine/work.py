@@ -25,7 +25,7 @@ def serve(job, progress):
     custom_pass (the same, and the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
     (whose measurements this library asks for; Inductor gets what it does for a GPU); fp8_ops
     (imitate the quantizations that a CPU build lacks); products (linear layers as on CUDA, and a
-    plan for each product, which torch computes: "plain", or "normed" behind a norm too); engines
+    plan for each product, which torch computes); engines
     (how many); flags (in place of flag:
     one for each engine, which serves at once, and again after all others); processes ("spawn" or
     "fork": how the engine core starts in a process of its own, in which no graph is recorded);
@@ -38,8 +38,8 @@ def serve(job, progress):
     _configure_cpu(options.get("processes"), by_plugin=bool(options.get("flag")))
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
-    if planned := options.get("products"):
-        _plan_products(normed=planned == "normed")
+    if options.get("products"):
+        _plan_products()
     kernels = _record_kernels()
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     engines, served = [], []
@@ -190,23 +190,20 @@ def _record_kernels():
     return kernels
 
 
-def _plan_products(normed):
+def _plan_products():
     """Products of the graph, where vLLM has ops for a CPU, and a plan of this library for each."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
 
     from mla_fusion import projections
-    from mla_fusion.runtime import projection
+    from mla_fusion.projections import reference
 
     def dispatch(layer, remove_weight):
         layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
-    def plan_for(device, sizes, k, tokens, norm, dtype):
-        return "a plan" if normed or not norm else None
-
-    projections.plan_for, projections.project = plan_for, projection.plain
+    projections.plan_for, projections.project = lambda *_: "a plan", reference.project
 
 
 def _count_refreshes():

@@ -7,11 +7,8 @@ import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear
-from vllm import ir
 
-from mla_fusion.kernels import arithmetic
 from mla_fusion.passes import pipeline
-from mla_fusion.patterns.norms import read_rms_norm, twice_rounded
 from mla_fusion.report import RangeReport
 from tests.passes import graphs
 
@@ -35,18 +32,10 @@ def layer(t):
     return linear(q.sigmoid(), t["w_o"]), kv
 
 
-def with_norm(norm):
-    """A product behind the norm of a part of each row, as q_b of a layer."""
-    return lambda t: linear(norm(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5), t["w_b"])
-
-
-BEHIND_NORM = {"aten": with_norm(twice_rounded), "vllm_ir": with_norm(ir.ops.rms_norm)}
-
-
-def two_behind_norm(t):
-    """Two products of a normed input, as those of the first layer."""
-    normed = twice_rounded(linear(t["x"], t["w_q"])[:, :KV], t["gain"], 1e-5)
-    return linear(normed, t["w_b"]), linear(normed, t["w_c"])
+def two_of_a_part(t):
+    """Two products of a part of each row, as a product that reads what another made."""
+    part = linear(t["x"], t["w_q"])[:, :KV]
+    return linear(part, t["w_b"]), linear(part, t["w_c"])
 
 
 def two_layers(t):
@@ -95,21 +84,11 @@ def build(model=layer, dtype=BF16, dynamic=True, turned=False):
     return graphs.copy(_traced(model, dtype, dynamic, turned))
 
 
-class _Rounding(fx.Interpreter):
-    """Runs a graph as Inductor's code does, in which a norm rounds once."""
-
-    def run_node(self, node):
-        norm = read_rms_norm(node)
-        if norm is None:
-            return super().run_node(node)
-        return arithmetic.rms_norm(self.env[norm.x], self.env[norm.weight], norm.epsilon)
-
-
 def run(module, given):
     inputs = module.graph.find_nodes(op="placeholder")
     flat = [given.get(node.name, len(given["x"])) for node in inputs]
     with torch.no_grad():
-        return _Rounding(module, garbage_collect_values=False).run(*flat)
+        return fx.Interpreter(module).run(*flat)
 
 
 def rewrite(module, first=1, last=64):

@@ -12,12 +12,11 @@ from mla_fusion import ops, projections, report, runtime
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.projections import MLAProjectionPass, described
 from mla_fusion.passes.rewrite import PassResult
+from mla_fusion.projections import reference
 from mla_fusion.report import RangeReport
-from mla_fusion.runtime import projection
 from tests.passes import declare, edits, graphs, recorded
 from tests.passes.graphs import find, find_all, printed
 from tests.passes.linear_layers import (
-    BEHIND_NORM,
     BF16,
     KV,
     OUT,
@@ -28,8 +27,8 @@ from tests.passes.linear_layers import (
     names,
     rewrite,
     run,
-    two_behind_norm,
     two_layers,
+    two_of_a_part,
     values,
 )  # fmt: skip
 
@@ -43,20 +42,20 @@ declare.op(
 
 
 class Table:
-    """Which launches are faster: (K, *sizes), ("norm", K, *sizes) with a norm, all if none is
-    given; and the number of tokens of those that ran."""
+    """Which launches are faster: (K, *sizes), all if none is given; and the number of tokens of
+    those that ran."""
 
     def __init__(self, *faster, tokens=range(1, 17)):
         self.faster, self.tokens, self.ran = faster, tokens, []
 
-    def plan_for(self, device, sizes, k, tokens, norm, dtype):
+    def plan_for(self, device, sizes, k, tokens, dtype):
         assert dtype in (BF16, torch.float16) and 0 < tokens <= projections.MAX_TOKENS
-        known = not self.faster or ("norm",) * norm + (k, *sizes) in self.faster
+        known = not self.faster or (k, *sizes) in self.faster
         return "a plan" if known and tokens in self.tokens else None
 
     def project(self, x, *args):
         self.ran.append(len(x))
-        return projection.plain(x, *args)
+        return reference.project(x, *args)
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_matched(table):
     old, rows = {*module.graph.nodes}, find(module, aten.mm.default).meta["val"].shape[0]
     record = rewrite(module)
     pair, single = find_all(module, PROJECTION)
-    assert (pair.args[0].name, names(pair), *pair.args[2:]) == ("x", ["w_q", "w_kv"], None, 0.0)
+    assert (pair.args[0].name, names(pair)) == ("x", ["w_q", "w_kv"])
     assert single.args[0].target is aten.sigmoid.default and names(single) == ["w_o"]
     assert not find_all(module, aten.mm.default) and not find_all(module, aten.permute.default)
     assert record.products == {f"{K} -> {Q} + {KV}": 1, f"{Q} -> {OUT}": 1}
@@ -241,48 +240,7 @@ def test_plans_are_asked_for_the_tokens_that_a_graph_serves(first, last, dynamic
     assert bool(rewrite(build(dynamic=dynamic), first, last).products) is taken
 
 
-@pytest.mark.parametrize("spelling", BEHIND_NORM)
-def test_the_norm_in_front_goes_into_the_op(spelling, table):
-    table()
-    module = build(BEHIND_NORM[spelling])
-    record = rewrite(module)
-    assert record.products == {f"{K} -> {Q}": 1, f"RMSNorm, {KV} -> {OUT}": 1}
-    launch = find(module, PROJECTION, 1)
-    x, _, gain, epsilon = launch.args
-    assert (x.target, gain.name, epsilon) == (aten.slice.Tensor, "gain", 1e-5)
-    assert not find_all(module, "vllm_ir::rms_norm") and not find_all(module, aten.rsqrt.default)
-
-
-def read_elsewhere(module):
-    """The normed value has a reader that is no product."""
-    edits.read_also(module, find_all(module, aten.mm.default)[-1].args[0])
-
-
-@pytest.mark.parametrize(
-    "model, faster, edit, launches",
-    [
-        (BEHIND_NORM["aten"], (), read_elsewhere, ["24 -> 40", "18 -> 32"]),
-        (BEHIND_NORM["vllm_ir"], ((KV, OUT),), None, ["18 -> 32"]),
-        (two_behind_norm, (("norm", KV, OUT), (KV, OUT)), None, ["18 -> 32"]),
-        (two_behind_norm, (("norm", KV, OUT, K),), None, ["RMSNorm, 18 -> 32 + 24"]),
-    ],
-)
-def test_a_norm_that_others_read_or_that_was_not_measured_stays(
-    model, faster, edit, launches, table
-):
-    table(*faster)
-    module = build(model)
-    if edit:
-        edit(module)
-    before = graphs.copy(module)
-    assert [*rewrite(module).products] == launches
-    norms = find_all(module, aten.rsqrt.default) + find_all(module, "vllm_ir::rms_norm")
-    assert len(norms) == ("RMSNorm" not in launches[-1])
-    given = values()
-    assert all(map(torch.equal, run(before, given), run(module, given)))
-
-
-MODELS = [layer, two_layers, *BEHIND_NORM.values(), two_behind_norm]
+MODELS = [layer, two_layers, two_of_a_part]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -303,11 +261,11 @@ RECORDED = sorted(recorded.FOLDER.glob("*.json.gz"))
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_products_of_a_recorded_layer(path, table):
-    """All that its graph shows; the norm of q_a goes into q_b, which alone reads it."""
+    """All that its graph shows."""
     table()
     module = recorded.read(path)
     opaque = path.name.startswith("output_")  # weights of fp8
-    products, norms = (len(find_all(module, op)) for op in (aten.mm.default, "vllm_ir::rms_norm"))
+    products = len(find_all(module, aten.mm.default))
     record = rewrite(module)
     assert not find_all(module, aten.mm.default)
     found = [
@@ -316,9 +274,6 @@ def test_products_of_a_recorded_layer(path, table):
     assert len(found) == products or opaque
     assert {d.code for d in record.plain_products} == ({"product-opaque"} if opaque else set())
     assert sum(record.plain_products.values()) == (5 if opaque else 0)
-    behind = sum(launch.startswith("RMSNorm") for launch in record.products)
-    assert len(find_all(module, "vllm_ir::rms_norm")) == norms - behind
-    assert behind == 1 + ("-q_lora" in path.name) or opaque
 
 
 def test_inductor_runs_the_op_with_parts_of_rows_and_several_results(table):
@@ -328,12 +283,12 @@ def test_inductor_runs_the_op_with_parts_of_rows_and_several_results(table):
         "force_disable_caches": True,
     }  # fmt: skip
     seen: list[RangeReport] = []
-    rewrite(module := build(two_behind_norm))
+    rewrite(module := build(two_of_a_part))
     torch._dynamo.reset()
     with torch._inductor.config.patch(settings), torch.no_grad():
-        compiled = torch.compile(two_behind_norm, fullgraph=True)
+        compiled = torch.compile(two_of_a_part, fullgraph=True)
         for tokens in (3, 40):
             given = values(tokens=tokens)
             torch._dynamo.mark_dynamic(given["x"], 0)
             assert all(map(torch.equal, compiled(given), run(module, given)))
-    assert {*seen[0].products} == {f"{K} -> {Q}", f"RMSNorm, {KV} -> {OUT} + {K}"}
+    assert {*seen[0].products} == {f"{K} -> {Q}", f"{KV} -> {OUT} + {K}"}

@@ -35,7 +35,6 @@ NUMBERS = {
 FLAGS = {
     "bf16": "bf16 cache and query, not fp8 (decode has both by default)",
     "fp8": "fp8 cache and query, not bf16",
-    "norm": "an RMSNorm of the input first",
 }
 OPTIONS = *NUMBERS, *FLAGS, "peers"
 

@@ -29,18 +29,17 @@ def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
     heads = get("num_attention_heads") // ranks
     key = get("kv_lora_rank") + get("qk_rope_head_dim")
     query = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
-    found = [Shape((hidden,), heads * get("v_head_dim"), False)]
+    found = [Shape((hidden,), heads * get("v_head_dim"))]
     if latent:
-        found += [Shape((latent + key,), hidden, False)]
-        found += [Shape((query,), latent, norm) for norm in (True, False)]
+        found += [Shape((latent + key,), hidden), Shape((query,), latent)]
     else:
-        found += [Shape(sizes, hidden, False) for sizes in ((query, key), (query,), (key,))]
+        found += [Shape(sizes, hidden) for sizes in ((query, key), (query,), (key,))]
     shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
     for inner in (get("intermediate_size") // ranks, shared // ranks):
         if inner:
-            found += [Shape((2 * inner,), hidden, False), Shape((hidden,), inner, False)]
+            found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
     if experts := get("n_routed_experts", "num_experts"):
-        found += [Shape((experts,), hidden, False)]
+        found += [Shape((experts,), hidden)]
     return list(dict.fromkeys(found))
 
 
@@ -74,4 +73,4 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
 
 
 def _shape(of: Mapping[str, Any]) -> Shape:
-    return Shape(tuple(of["sizes"]), of["k"], of["norm"])
+    return Shape(tuple(of["sizes"]), of["k"])
