@@ -36,6 +36,7 @@ REGION = RESULTS / "region_h200.csv"
 STEPS = RESULTS / "step_h200.csv"
 COMPLETE = RESULTS / "complete_h200.csv"
 RANKS, AUTO = RESULTS / "complete_ranks_h200.csv", RESULTS / "complete_auto_h200.csv"
+PRODUCTS = RESULTS / "complete_products_h200.csv"
 
 Row = dict[str, str]
 PEERS = {
@@ -167,7 +168,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "complete": complete_table(read(COMPLETE)),
         "complete-ranks": complete_table(read(RANKS), "wall"),
-        "complete-auto": complete_table(read(AUTO), arms=("auto",)),
+        "complete-auto": complete_table(read(PRODUCTS) + read(AUTO), arms=("auto",)),
         "attention-means": attention_means(read(STEPS)),
     }
 

@@ -63,19 +63,20 @@ def test_the_first_screen_of_the_readme_has_figures_command_and_log_line(caplog)
 def test_the_figures_of_the_readme_are_those_of_the_flag_alone():
     """And of vLLM in the same run."""
     rows = {
-        (row["model"], row["batch"], row["arm"]): row
-        for row in figures.read(figures.AUTO)
+        (row["model"], row["vllm"], row["batch"], row["arm"]): row
+        for row in figures.read(figures.AUTO) + figures.read(figures.PRODUCTS)
         if row["context"] == "1024"
     }
     models = {"DeepSeek-V2-Lite": "deepseek-v2-lite", "GLM-4.7-Flash, 20 layers": "glm-4.7-flash",
               "R1, one rank of 8, 10 layers": "deepseek-r1-tp8",
               "R1 with 128 heads, 8 layers": "r1-dp"}  # fmt: skip
-    model, found = "", re.findall(r"^\| ([\w., -]*?) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",
+    last, found = "", re.findall(r"^\| ([\w., -]*?) ?\| (\d+) \| (\d+) \| (\d+) \((\S+) %\) \|$",
                                   TEXT["README.md"], re.M)  # fmt: skip
     assert len(found) == 11
     for name, batch, default, flag, change in found:
-        model = models[name] if name else model
-        ours, theirs = rows[model, batch, "auto"], rows[model, batch, "default"]
+        last = name or last
+        model, version = last.rsplit(", ", 1)
+        ours, theirs = (rows[models[model], version, batch, arm] for arm in ("auto", "default"))
         assert (default, flag) == tuple(f"{float(row['gpu_us']):.0f}" for row in (theirs, ours))
         assert float(change) == pytest.approx(float(ours["gpu_change"]), abs=0.051)
 
