@@ -81,13 +81,17 @@ def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
 def prefer(name: str, rows: dict[Shape, list[Row]]) -> None:
     """Let the rows of these shapes go before the shipped ones of a GPU, in this process."""
     _own[name] = rows
-    _chosen.cache_clear()
+    chosen.cache_clear()
+
+
+def names() -> list[str]:
+    """The GPUs that have shipped rows."""
+    return [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
 
 
 def every() -> list[Shape]:
     """Every shape that was measured on some GPU."""
-    names = [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
-    return [*dict.fromkeys(shape for name in names for shape in shapes(name))]
+    return [*dict.fromkeys(shape for name in names() for shape in shapes(name))]
 
 
 def plan_for(
@@ -102,11 +106,12 @@ def plan_for(
     ours must be 5 % faster, then 10 %."""
     if dtype not in DTYPES or not sizes or tokens < 1:
         return None
-    return _chosen(gpu.of(device).name, Shape(tuple(sizes), k), tokens)
+    return chosen(gpu.of(device).name, Shape(tuple(sizes), k), tokens)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
+def chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
+    """`plan_for` on a GPU of this name."""
     rows = shapes(name)
     nearest = shape if shape in rows else _nearest(rows, shape)
     if nearest is None:

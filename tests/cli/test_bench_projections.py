@@ -46,14 +46,14 @@ def run(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, value)
     imitate(monkeypatch, "sm_90", name="Imagined")
-    [cache.cache_clear() for cache in (measured._shipped, measured._chosen)]
+    [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
 
     def run(*bugs):
         wrong[:] = bugs
         return cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")])
 
     yield run
-    [cache.cache_clear() for cache in (measured._shipped, measured._chosen)]
+    [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
 
 
 def chosen(tokens):

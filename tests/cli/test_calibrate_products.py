@@ -16,6 +16,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import tables_folder
 from mla_fusion.measure import records, timing
 from mla_fusion.projections import measured
+from mla_fusion.projections.shapes import shapes_of
 from mla_fusion.runtime import measured_products
 from tests.cli.test_check import CONFIGS
 from tests.gpus import imitate
@@ -26,7 +27,7 @@ PLAN = bench.PLANS[4]
 
 def sizes(name, ranks=1):
     config = json.loads((CONFIGS / name).read_text())
-    return {(s.k, s.sizes) for s in products.shapes_of(config, ranks)}
+    return {(s.k, s.sizes) for s in shapes_of(config, ranks)}
 
 
 def test_the_products_of_a_rank():
@@ -72,7 +73,7 @@ def calibrate(monkeypatch, tmp_path):
 
     yield run
     measured_products.load.cache_clear()
-    measured._chosen.cache_clear()
+    measured.chosen.cache_clear()
 
 
 def plan(sizes, k):
@@ -114,6 +115,6 @@ def test_a_file_of_other_kernels_or_damaged_is_ignored(calibrate, caplog, old, n
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    measured._chosen.cache_clear()
+    measured.chosen.cache_clear()
     assert plan((3072,), 1536) is None
     assert "is ignored" in caplog.text and "calibrate again" in caplog.text

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mla_fusion import projections
-from mla_fusion.projections import measured, reference
+from mla_fusion.projections import measured, reference, shapes
+from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.plans import PLANS, Plan
 from tests.gpus import imitate
 
@@ -29,7 +30,7 @@ def plan_for(monkeypatch, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"gpu": "Imagined", "shapes": shapes}))
     monkeypatch.setattr(measured, "FOLDER", tmp_path)
     imitate(monkeypatch, "sm_90", name="Imagined")
-    caches = measured._shipped, measured._chosen
+    caches = measured._shipped, measured.chosen
     [cache.cache_clear() for cache in caches]
     yield lambda sizes, k, tokens: projections.plan_for(WHERE, sizes, k, tokens, BF16)
     [cache.cache_clear() for cache in caches]
@@ -55,7 +56,7 @@ def test_a_shape_that_was_not_measured_goes_by_one_within_a_factor_of_two(
 
 def test_what_was_not_measured_must_promise_more(plan_for, monkeypatch):
     assert plan_for((1000,), 2048, 4)
-    measured._chosen.cache_clear()
+    measured.chosen.cache_clear()
     monkeypatch.setattr(measured, "ESTIMATED_GAIN", 1.21)
     assert plan_for((1024,), 2048, 4) and not plan_for((1000,), 2048, 4)
 
@@ -66,6 +67,12 @@ def test_nothing_is_known_of_another_gpu_or_type(plan_for, monkeypatch):
     assert projections.plan_for(*given, torch.float32) is None
     imitate(monkeypatch, "sm_90", name="Another")
     assert projections.plan_for(*given, BF16) is None
+
+
+def test_two_products_of_one_launch_are_not_named_apart(plan_for):
+    found = [Shape(*PAIR), Shape(*ROW), Shape((512,), 2048), Shape((4000,), 2048)]
+    assert shapes.faster("Imagined", found) == {Shape(*PAIR): 4}
+    assert shapes.faster("Imagined", found[1:]) == {Shape(*ROW): 4, Shape((512,), 2048): 4}
 
 
 def test_shipped_rows():

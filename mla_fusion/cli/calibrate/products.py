@@ -1,6 +1,4 @@
-"""Measures the products of a model's layers for `projections=auto`, as one rank has them.
-
-They are those of attention, a dense MLP, shared experts and the router."""
+"""Measures the products of a model's layers for `projections=auto`, as one rank has them."""
 
 import argparse
 import functools
@@ -17,30 +15,10 @@ from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.measure.timing import measure_ceilings
 from mla_fusion.projections.measured import Shape
+from mla_fusion.projections.shapes import shapes_of
 from mla_fusion.runtime import measured, measured_products
 
 CHECKS = "projection vector", "projection matrix"
-
-
-def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
-    """The products of a model's layers on one of `ranks`, each once."""
-    get = lambda *names: next((config[n] for n in names if config.get(n)), 0)  # noqa: E731
-    hidden, latent = get("hidden_size"), get("q_lora_rank")
-    heads = get("num_attention_heads") // ranks
-    key = get("kv_lora_rank") + get("qk_rope_head_dim")
-    query = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
-    found = [Shape((hidden,), heads * get("v_head_dim"))]
-    if latent:
-        found += [Shape((latent + key,), hidden), Shape((query,), latent)]
-    else:
-        found += [Shape(sizes, hidden) for sizes in ((query, key), (query,), (key,))]
-    shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
-    for inner in (get("intermediate_size") // ranks, shared // ranks):
-        if inner:
-            found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
-    if experts := get("n_routed_experts", "num_experts"):
-        found += [Shape((experts,), hidden)]
-    return list(dict.fromkeys(found))
 
 
 def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: Path) -> int:

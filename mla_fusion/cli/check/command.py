@@ -12,7 +12,7 @@ from typing import get_args
 
 from mla_fusion import cli, config, kernels, report
 from mla_fusion.cli import UserError, child, option
-from mla_fusion.cli.check import model_classes, model_config, persistent_decode
+from mla_fusion.cli.check import model_classes, model_config, persistent_decode, products
 from mla_fusion.cli.check.answer import Answer, Settings
 from mla_fusion.cli.doctor.command import ISSUES, is_before
 from mla_fusion.cli.report.command import find_graphs
@@ -75,6 +75,8 @@ def find(settings: Settings) -> Answer:
         backends = _backends(settings, cut, offered)
         notes = _of_checkpoint(settings, cut, backends)
         notes += persistent_decode.ask(settings, cut) + _known_trouble(settings.cache)
+        if not cut.quantization:
+            notes += products.ask(model.config, settings.tensor_parallel_size)
     except Declined as error:
         print(*details, sep="\n", file=sys.stderr)
         return Answer(model.name, settings, "configuration", [error.decline], details)

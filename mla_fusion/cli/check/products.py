@@ -1,0 +1,23 @@
+"""The products of few tokens that this library computes for a model, by the shipped rows: an engine
+on a CPU has none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mla_fusion.projections import measured, shapes
+from mla_fusion.projections.measured import Shape
+
+
+def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
+    """A line for each GPU on which some are. model: its whole config, of weights in bf16."""
+    every, said = shapes.shapes_of(model, ranks), []
+    for name in measured.names():
+        found = shapes.faster(name, every)
+        ours = ", ".join(f"{_widths(shape)} ({n})" for shape, n in found.items())
+        if ours:
+            said.append(f"  products on an {name} (most tokens): {ours}; all others are vLLM's")
+    return said
+
+
+def _widths(shape: Shape) -> str:
+    return f"{shape.k} -> {' + '.join(map(str, shape.sizes))}"

@@ -1,0 +1,40 @@
+"""The products of a model's layers: of attention, a dense MLP, shared experts and the router."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mla_fusion.projections.measured import Shape, chosen
+from mla_fusion.projections.plans import MAX_TOKENS
+
+
+def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
+    """The products of a model's layers on one of `ranks`, each once."""
+    get = lambda *names: next((config[n] for n in names if config.get(n)), 0)  # noqa: E731
+    hidden, latent = get("hidden_size"), get("q_lora_rank")
+    heads = get("num_attention_heads") // ranks
+    key = get("kv_lora_rank") + get("qk_rope_head_dim")
+    query = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
+    found = [Shape((hidden,), heads * get("v_head_dim"))]
+    if latent:
+        found += [Shape((latent + key,), hidden), Shape((query,), latent)]
+    else:
+        found += [Shape(sizes, hidden) for sizes in ((query, key), (query,), (key,))]
+    shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
+    for inner in (get("intermediate_size") // ranks, shared // ranks):
+        if inner:
+            found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
+    if experts := get("n_routed_experts", "num_experts"):
+        found += [Shape((experts,), hidden)]
+    return list(dict.fromkeys(found))
+
+
+def faster(name: str, shapes: list[Shape]) -> dict[Shape, int]:
+    """The products that this library computes on a GPU, with the most tokens of each. Two products
+    that are one launch are not named apart."""
+    most = {
+        shape: max((n for n in range(1, MAX_TOKENS + 1) if chosen(name, shape, n)), default=0)
+        for shape in shapes
+    }
+    pairs = [shape for shape in shapes if len(shape.sizes) > 1 and most[shape]]
+    joined = {Shape((size,), pair.k) for pair in pairs for size in pair.sizes}
+    return {shape: n for shape, n in most.items() if n and shape not in joined}
