@@ -16,7 +16,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.compile_fx import compile_fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from vllm.model_executor.models.deepseek_v2 import _get_llama_4_scaling
 from vllm.utils.torch_utils import _encode_layer_name
 
@@ -86,14 +86,14 @@ def shapes(spec):
     if spec.quantized:
         out["o_scale"] = (1,)
     for i in range(spec.layers):
-        out |= {f"w_o_{i}": (HEADS * spec.value, HIDDEN), f"gain_{i}": (LATENT,)}
+        out |= {f"w_o_{i}": (HIDDEN, HEADS * spec.value), f"gain_{i}": (LATENT,)}
         columns = HEADS * (NOPE + ROPE) * (2 if spec.split else 1)
         if spec.q_lora:
-            out[f"w_a_{i}"] = (HIDDEN, Q_LORA + LATENT + ROPE)
-            out[f"w_q_{i}"] = (Q_LORA, columns)
+            out[f"w_a_{i}"] = (Q_LORA + LATENT + ROPE, HIDDEN)
+            out[f"w_q_{i}"] = (columns, Q_LORA)
         else:
-            out[f"w_kv_{i}"] = (HIDDEN, LATENT + ROPE)
-            out[f"w_q_{i}"] = (HIDDEN, columns)
+            out[f"w_kv_{i}"] = (LATENT + ROPE, HIDDEN)
+            out[f"w_q_{i}"] = (columns, HIDDEN)
         if spec.split:
             out[f"bias_{i}"] = (columns,)
     return out
@@ -108,7 +108,8 @@ def inputs(spec, tokens, seed=0):
 
     values = {"hidden": random(tokens, HIDDEN)}
     for name, shape in shapes(spec).items():
-        values[name] = random(*shape) * 0.3
+        # A weight [N, K] is drawn as [K, N].
+        values[name] = (random(*reversed(shape)) * 0.3).t().contiguous()
     angles = torch.rand((MAX_POSITION, ROPE // 2), generator=generator) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     values["table"] = table.to(spec.table_dtype or spec.dtype)
@@ -186,16 +187,16 @@ def _layer(spec, i, t, hidden):
     """One MLA layer, step by step as in vLLM's `MultiHeadLatentAttentionWrapper`."""
     q_in = hidden
     if spec.q_lora:
-        q_in, kv = torch.mm(hidden, t[f"w_a_{i}"]).split([Q_LORA, LATENT + ROPE], dim=-1)
+        q_in, kv = linear(hidden, t[f"w_a_{i}"]).split([Q_LORA, LATENT + ROPE], dim=-1)
         q_in = _rms_norm(q_in, 1.5)
     else:
-        kv = torch.mm(hidden, t[f"w_kv_{i}"])
+        kv = linear(hidden, t[f"w_kv_{i}"])
     if spec.split:
         kv = silu(kv)
     kv_c, k_pe = kv.split([LATENT, ROPE], dim=-1)
     kv_c = _rms_norm(kv_c, t[f"gain_{i}"])
     k_pe = k_pe.unsqueeze(1)
-    q = torch.mm(q_in, t[f"w_q_{i}"])
+    q = linear(q_in, t[f"w_q_{i}"])
     gate = q
     if spec.split:
         q, gate = SPLITS[spec.split](q, t[f"bias_{i}"], HEADS, NOPE + ROPE)

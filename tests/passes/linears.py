@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import vllm.model_executor.kernels.linear  # noqa: F401  registers the ops of linear layers
+from torch.nn.functional import linear
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -78,15 +79,15 @@ def kind(quantized):
 
 
 def project(quantized, x, scale, weight):
-    """x [T, H * V] times `weight` [H * V, n]: "" unquantized, "opaque" quantized inside an op of
-    vLLM, or one of `QUANTIZATIONS`."""
+    """x [T, H * V] times the transpose of `weight` [n, H * V]: "" unquantized, "opaque" quantized
+    inside an op of vLLM, or one of `QUANTIZATIONS`."""
     if not quantized:
-        return torch.mm(x, weight)
+        return linear(x, weight)
     if quantized == "opaque":
         gemm = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
-        return gemm(x, weight.t().to(FP8), scale, GROUP, False)
+        return gemm(x, weight.to(FP8), scale, GROUP, False)
     values, scales = QUANTIZATIONS[quantized](x, scale)
-    return torch.ops.mla_fusion_tests.fp8_linear(values, scales, weight)
+    return torch.ops.mla_fusion_tests.fp8_linear(values, scales, weight.t())
 
 
 def on_a_gpu():

@@ -14,9 +14,12 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from mla_fusion import ops
+from mla_fusion import ops, projections
+from mla_fusion.passes import pipeline
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.patterns import products
 from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
+from mla_fusion.report import RangeReport
 from mla_fusion.report.reasons import REASONS
 from tests.passes import fake_engine, grammar, graphs, inductor, programs
 from tests.passes.fake_engine import BATCHES, Batch, assert_found, assert_same, fuse, run
@@ -150,6 +153,20 @@ def fuse_twice(module, twin, spec, quantized):
     return found + codes + Counter(fused=record.fused)
 
 
+def project_twice(module):
+    """Pass 7, to which every product is faster, of fp32 too: how many launches it made."""
+    record = RangeReport((1, 4))
+    types = mock.patch.object(products, "TYPES", (*products.TYPES, torch.float32))
+    with types, mock.patch.object(projections, "plan_for", lambda *_: "a plan"):
+        pipeline.project(module.graph, "auto", record)
+        module.graph.lint()
+        once = state(module.graph)
+        pipeline.project(module.graph, "auto", again := RangeReport((1, 4)))
+    assert state(module.graph) == once and not again.products
+    assert {decline.code for decline in record.plain_products} <= set(REASONS) - ERRORS
+    return Counter(products=sum(record.products.values()))
+
+
 def one_by_one(module, spec, quantized, last):
     """Passes 2 to 4, and 6, up to `last`, each on its own and twice."""
     steps = passes(spec, quantized)
@@ -217,6 +234,7 @@ def test_edited_graphs_compute_the_same(data, spec, steps, misplaced, quantized,
             quantizes = spec.quantized and spec.dtype is not torch.float32
             viewed = programs.all_rows in {edit for edit, _, _ in steps}
             assert not quantizes or viewed or counts["output: none"] == 0
+        counts += project_twice(module)
         twice(module.graph, MLAFixFunctionalizationPass())
         for what in counts:
             event(what)
