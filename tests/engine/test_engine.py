@@ -106,9 +106,13 @@ def test_invariant_2_prefill_runs_the_same_code_and_kernels_with_the_flag_on(alo
 
 
 def test_decode_graph_runs_the_fused_op_and_no_functional_wrapper_of_it(fused):
+    """In each of three pieces; two of them are equal, and compiled once unless the CPU's packed
+    weights tell them apart."""
     code = fused["graphs"]["1-4"]
-    assert code.count(f"torch.ops.mla_fusion.{ops.FUSED}.default(") == 3
-    assert code.count(f"torch.ops.mla_fusion.{ops.ATTENTION}.default(") == 3
+    counts = {
+        code.count(f"torch.ops.mla_fusion.{op}.default(") for op in (ops.FUSED, ops.ATTENTION)
+    }
+    assert counts in ({2}, {3})
     assert "unified_mla" not in code
 
 
