@@ -22,6 +22,7 @@ import torch._dynamo.utils
 import torch._inductor.config
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._logging import trace_structured
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.config.utils import Range
 
@@ -158,6 +159,7 @@ class NoStep(InductorPass):
 
 def _fix(graph: fx.Graph, record: report.RangeReport) -> None:
     MLAFixFunctionalizationPass()(graph)
+    _trace("pass_5", graph)
 
 
 def _hidden() -> None:
@@ -196,9 +198,13 @@ def fuse(
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
     before = _last_layer(attention_calls(graph))
+    _trace("before", graph)
     canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
+    _trace("pass_2", graph)
     lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
+    _trace("pass_3", graph)
     fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
+    _trace("pass_4", graph)
     if not len(canonical.rewritten) == len(lifted.rewritten) == len(fused.rewritten):
         names = ", ".join(canonical.rewritten)
         raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
@@ -207,6 +213,7 @@ def fuse(
     attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
     if replaced := [*canonical.dead, *finished.dead]:
         drop_dead(graph, replaced)
+    _trace("pass_6", graph)
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
     record.variants = [*dict.fromkeys(map(_variant, fused.rewritten.values()))]
@@ -229,6 +236,7 @@ def project(graph: fx.Graph, projections: str, record: report.RangeReport) -> No
     if made.rewritten:
         drop_dead(graph, made.dead)
         graph.lint()
+    _trace("pass_7", graph)
 
 
 def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:
@@ -250,6 +258,15 @@ def _show(stage: str, graph: fx.Graph) -> None:
     """Hand the graph to depyf, which writes it as Python if vLLM's debug_dump_path is set."""
     # By attribute: depyf replaces the function while it records.
     torch._dynamo.utils.lazy_format_graph_code(f"mla_fusion.{stage}", graph.owning_module)  # type: ignore[arg-type]
+
+
+def _trace(stage: str, graph: fx.Graph) -> None:
+    """Leave a graph among torch's structured traces, which TORCH_TRACE and tlparse show."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"mla_fusion_{stage}", "encoding": "string"},
+        payload_fn=lambda: graph.python_code("self").src,
+    )
 
 
 def _variant(fused: fx.Node) -> ops.Variant:

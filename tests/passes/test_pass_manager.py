@@ -131,6 +131,23 @@ def test_record_of_the_last_step(clock):
     assert LastStep(None).uuid() == f"mla_fusion-{identity.source_hash()}-"
 
 
+def test_each_pass_leaves_its_graph_in_the_structured_trace(monkeypatch):
+    traced = {}
+    monkeypatch.setattr(
+        pipeline, "trace_structured",
+        lambda kind, metadata_fn, payload_fn: traced.update({metadata_fn()["name"]: payload_fn()}),
+    )  # fmt: skip
+    module = build(Spec())
+    run_pass(module, Spec(), 1, BUCKET)
+    with pass_context(Range(start=1, end=BUCKET)):
+        LastStep(None)(module.graph)
+    stages = "before", *(f"pass_{number}" for number in (2, 3, 4, 6, 7, 5))
+    assert [*traced] == [f"mla_fusion_{stage}" for stage in stages]
+    fused = [name for name, code in traced.items() if ops.FUSED in code]
+    assert fused == [*traced][3:]
+    assert "auto_functionalized(" not in traced["mla_fusion_pass_5"]
+
+
 def test_pass_is_built_anew_in_a_worker():
     again = pickle.loads(pickle.dumps(MLAFusionPass("triton", 7)))
     assert (type(again), again.provider, again.max_tokens) == (MLAFusionPass, "triton", 7)
