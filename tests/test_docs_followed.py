@@ -117,7 +117,8 @@ def test_the_site_builds_offline_and_whole(tmp_path):
     assert pages <= {page.stem for page in site.glob("*.html")}
     assert fetched_from_the_network(site) == []
     api = (site / "api.html").read_text()
-    for name in ("kernels.fused_mla_decode_prep", "passes.pipeline.MLAFusionPass", "report.Report"):
+    for name in ("kernels.fused_mla_decode_prep", "passes.pipeline.MLAFusionPass", "config.Options",
+                 "attention.PersistentDecodePlan"):  # fmt: skip
         assert f'id="mla_fusion.{name}"' in api
     # The theme fetches a worker from a CDN unless it finds this one.
     assert "js/iframe-worker.js" in (site / "index.html").read_text()

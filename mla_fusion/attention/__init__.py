@@ -7,6 +7,7 @@ graph can read it. All layers of a step share it. Nothing here needs vLLM.
 
 import dataclasses
 import functools
+import inspect
 from typing import Any, Self
 
 import torch
@@ -39,7 +40,8 @@ class PersistentDecodePlan(PlanBuffers):
 
     @classmethod
     def allocate(cls, **arguments: Any) -> Self:
-        """A plan for the fields of `plan.buffers.Settings`; `device` may be a string.
+        """A plan for the fields of `plan.buffers.Settings`, which says what they mean; `device` may
+        be a string.
 
         Raises:
             TypeError: an argument is missing, or is none of these.
@@ -105,6 +107,14 @@ def portable_provider(device: torch.device) -> str:
     return "reference" if device.type == "cpu" else "triton"
 
 
+# `help` shows the fields of `Settings` as the arguments that they are.
+_FIELDS = inspect.signature(Settings).parameters.values()
+PersistentDecodePlan.allocate.__func__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)]
+    + [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in _FIELDS]
+)
+
+
 def persistent_mla_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, plan: PersistentDecodePlan, *,
     block_table: torch.Tensor, softmax_scale: float, q_scale: torch.Tensor | None = None,
@@ -132,8 +142,9 @@ def persistent_mla_decode(
             its end are not read. max_blocks covers the longest sequence, and the cache has every
             block. The reference alone checks both: no other provider reads the device.
         softmax_scale: of the scores; the scales below come on top.
-        q_scale, kv_scale: one fp32 element each, on the device: dequantization scales,
-            value = stored * scale. Needed, and read, where q or the cache is fp8; else may be None.
+        q_scale: one fp32 element on the device, with which an fp8 query is dequantized:
+            value = stored * scale. It is needed, and read, for fp8 alone; else it may be None.
+        kv_scale: the same of the cache.
         out: [T, H, L], bf16, fp16 or fp32; by default new, of q's type, bf16 for fp8.
         return_lse: also return the log-sum-exp of the scaled scores, natural logarithm.
         epilogue: what follows the attention, in the same launches. `out` is then a workspace of

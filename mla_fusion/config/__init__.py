@@ -30,15 +30,16 @@ class OptionError(ValueError):
 class Options:
     """additional_config["mla_fusion"].
 
-    provider: who computes the fused op: "aiter" (default on ROCm), "triton" (default on CUDA) or
-        "reference"; empty on a platform without a default.
-    attention: who decodes with the prepared query: "portable", this library's persistent decode;
-        "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto" (default): the
-        first where it was measured not slower than the last, else the last.
-    projections: who computes products of up to 16 tokens: "vllm", or "auto" (default): this library
-        where it was measured faster.
-    max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by all
-        of a batch; -1 (default) for none.
+    Attributes:
+        provider: who computes the fused op: "aiter" (default on ROCm), "triton" (default on CUDA)
+            or "reference"; empty on a platform without a default.
+        attention: who decodes with the prepared query: "portable", this library's persistent
+            decode; "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto"
+            (default): the first where it was measured not slower than the last, else the last.
+        projections: who computes products of up to 16 tokens: "vllm", or "auto" (default): this
+            library where it was measured faster.
+        max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by
+            all of a batch; -1 (default) for none.
     """
 
     provider: str

@@ -1,5 +1,7 @@
 import collections
+import dataclasses
 import functools
+import inspect
 
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mla_fusion.attention import PersistentDecodePlan
 from mla_fusion.attention.plan import planner
-from mla_fusion.attention.plan.buffers import Rules
+from mla_fusion.attention.plan.buffers import Rules, Settings
 
 from .decodes import addresses, plan_for, refresh
 from .plan_checks import GARBAGE, buffers, check_plan, worker_load
@@ -165,6 +168,10 @@ class TestPlan:
         """Several rows of up to 8 heads have no padding to 16: 8 of them are a block of 64."""
         plan = make(num_heads=heads, max_query_len=rows)
         assert (plan.layout.per_work, plan.layout.fold) == (per_work, fold)
+
+    def test_help_shows_the_arguments_of_a_plan(self):
+        shown = inspect.signature(PersistentDecodePlan.allocate).parameters
+        assert [*shown] == [field.name for field in dataclasses.fields(Settings)]
 
     def test_a_plan_shows_itself_in_a_line(self):
         plan = make()
