@@ -8,8 +8,13 @@ from mla_fusion.projections.plans import MAX_TOKENS
 
 
 def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
-    """The products of a model's layers on one of `ranks`, each once."""
-    get = lambda *names: next((config[n] for n in names if config.get(n)), 0)  # noqa: E731
+    """The products of a model's layers on one of `ranks`, each once, by the sizes that its config
+    gives as numbers."""
+
+    def get(*names: str) -> int:
+        given = (config.get(name) for name in names)
+        return next((size for size in given if isinstance(size, int) and size > 0), 0)
+
     hidden, latent = get("hidden_size"), get("q_lora_rank")
     heads = get("num_attention_heads") // ranks
     key = get("kv_lora_rank") + get("qk_rope_head_dim")
@@ -21,11 +26,9 @@ def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
         found += [Shape(sizes, hidden) for sizes in ((query, key), (query,), (key,))]
     shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
     for inner in (get("intermediate_size") // ranks, shared // ranks):
-        if inner:
-            found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
-    if experts := get("n_routed_experts", "num_experts"):
-        found += [Shape((experts,), hidden)]
-    return list(dict.fromkeys(found))
+        found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
+    found += [Shape((get("n_routed_experts", "num_experts"),), hidden)]
+    return [each for each in dict.fromkeys(found) if each.k and all(each.sizes)]
 
 
 def faster(name: str, shapes: list[Shape]) -> dict[Shape, int]:

@@ -43,6 +43,11 @@ def test_without_a_latent_of_the_query_both_products_of_the_input_may_be_one_lau
     assert pair | apart < sizes("deepseek-v2-lite.json")
 
 
+def test_sizes_that_are_no_numbers_or_missing_have_no_product():
+    config = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": [8, 8]}
+    assert shapes_of(config, 1) == []
+
+
 @pytest.fixture
 def calibrate(monkeypatch, tmp_path):
     """calibrate(ours, wrong, verdict): the status where ours takes so many microseconds and cuBLAS
