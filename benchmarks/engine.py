@@ -24,9 +24,10 @@ A profile must show that decode in every layer, and one refresh of its plan in e
 With --tp N an engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
 workers load a plugin by its entry point. With --dcp N too, N of these ranks share a cache (decode
 context parallelism); `cat` is wrong there, because it leaves the tokens of other ranks unrotated,
-and `tp`, vLLM without --dcp, is in its place. With --dp N `tokens` runs N engines with
-data-parallel attention, which begin their requests at different times. All three plant the error in
-every configuration, and read from the report of each rank that it fused every layer.
+and `tp`, vLLM without --dcp, is in its place. With --dp N an engine is N engines with
+data-parallel attention and experts in parallel; in `tokens` they begin their requests at different
+times. All three plant the error in every configuration of `tokens`, and read from the report of
+each rank that it fused every layer.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
     parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
-    parser.add_argument("--dcp", type=int, default=1, help="`tokens`: ranks that share a cache")
-    parser.add_argument("--dp", type=int, default=1, help="`tokens`: data-parallel engines")
+    parser.add_argument("--dcp", type=int, default=1, help="ranks of --tp that share a cache")
+    parser.add_argument("--dp", type=int, default=1, help="like --tp: data-parallel engines")
     parser.add_argument("--only", default="", help="parts of configurations' names, with commas")
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
@@ -86,6 +87,8 @@ def main() -> None:
         sys.exit(f"--tp {args.tp} --dp {args.dp} needs {needed} GPUs, and torch sees {seen}")
     if args.tp % args.dcp:
         sys.exit(f"--dcp {args.dcp}: ranks that share a cache are a part of --tp {args.tp}")
+    if args.what not in ("tokens", "complete") and needed > 1:
+        sys.exit(f"`{args.what}` runs on one GPU: --tp and --dp are of `tokens` and `complete`")
     if args.tp > 1 and args.dp > 1:
         sys.exit("choose one of --tp and --dp: an engine here has one GPU or one kind of ranks")
     rows, wrong = MEASURES[args.what](args)

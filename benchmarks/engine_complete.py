@@ -14,8 +14,9 @@ memory for it, and their noise is the spread of the rounds. `--arms` may also na
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass, or the whole step of a prefill, batch 0, or with drafts of MTP) and their
-mean by the clock, in microseconds; changes of the median are percent of `default`'s. With --tp the
-graphs are in other processes, so only the clock is read. Every arm also continues 12 prompts
+mean by the clock, in microseconds; changes of the median are percent of `default`'s. With --tp and
+--dp each rank's graph has its time, `gpu1` of the second, in which it also waits for the others; of
+steps with drafts and --tp only the clock is read. Every arm also continues 12 prompts
 greedily, and the verdict of `engine_compare` on these tokens is in its rows.
 """
 
@@ -34,7 +35,7 @@ import engine_compare
 import engine_model
 import torch
 from engine_compare import layers_of
-from engine_jobs import ENDS, Engine, devices, finish, job, ready, start
+from engine_jobs import ENDS, Engine, devices, finish, job, ready, start_ranks
 from engine_worker import HELD
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ MODELS = {
     "deepseek-r1-tp8": Model(40, 54),
     "deepseek-r1-deep": Model(61, 17, ("default", "auto")),
     "r1-dp": Model(16, 8.5),
+    "deepseek-r1-ep": Model(8, 9, ("default", "auto")),
 }
 
 
@@ -133,20 +135,23 @@ def measured(
     if not (points := [point for point, size in sizes.items() if size <= room]):
         return [], False
     changes = {
-        "what": "complete", "model": name, "layers": model.layers, "cache": cache, "tp": args.tp,
-        "device": devices(0, args.tp), "seqs": 128, "capture": [n * rows for n in (1, 8, 32, 128)],
-        "drafts": args.drafts, "prefix_caching": args.what == "short",
-        "max_len": 20480, "max_tokens": 8192, "cache_bytes": max(map(sizes.get, points)),
+        "what": "complete", "model": name, "layers": model.layers, "cache": cache,
+        "tp": args.tp, "dp": args.dp, "dcp": args.dcp, "device": devices(0, args.tp * args.dp),
+        "seqs": 128, "capture": [n * rows for n in (1, 8, 32, 128)], "drafts": args.drafts,
+        "prefix_caching": args.what == "short", "max_len": 20480, "max_tokens": 8192,
+        "cache_bytes": max(map(sizes.get, points)),
         "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
     }  # fmt: skip
-    began, engines = time.time(), {arm: start(job(arm=arm, **changes)) for arm in arms}
+    began, engines = time.time(), {arm: start_ranks(job(arm=arm, **changes)) for arm in arms}
     results = ready(engines, end)
     shape = engine_model.MODELS[name]
     layers = model.layers + bool(args.drafts)  # the drafter's too
     verdicts = {arm: verdict(arm, results, layers, shape) for arm in results}
     print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
-    known = {"model": name, "layers": model.layers, "cache": cache, "gpus": args.tp}
-    known |= {"drafts": args.drafts} if args.drafts else {}
+    known = {"model": name, "layers": model.layers, "cache": cache, "gpus": args.tp * args.dp}
+    known |= {
+        n: getattr(args, n) for n in ("drafts", "dp", "dcp") if getattr(args, n) not in (0, 1)
+    }
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
     rows, none_failed = timed(title, engines, points, told, end)
     wrong = any(found.startswith("WRONG") for found in verdicts.values())
@@ -154,7 +159,7 @@ def measured(
 
 
 def timed(
-    title: str, engines: dict[str, Engine], points: list[Point],
+    title: str, engines: dict[str, list[Engine]], points: list[Point],
     told: dict[str, dict[str, Any]], end: float,
 ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
     """Rows of the arms at each point, up to an engine's failure; whether none failed. Ends all.
@@ -173,8 +178,9 @@ def timed(
             rows += [{"arm": arm, **point._asdict(), **times[arm], **told[arm]} for arm in engines]
     except EngineEnded as ended:
         failed = str(ended)
-        print(f"== {title}, {failed}: FAILED\n{finish(*engines.pop(failed), ENDS)['error']}")
-    for engine in engines.values():
+        print(f"== {title}, {failed}: FAILED\n{finish(*engines[failed][0], ENDS)['error']}")
+        engines[failed].pop(0)
+    for engine in [engine for ranks in engines.values() for engine in ranks]:
         finish(*engine, seconds=0)
     return rows, not failed
 
@@ -194,18 +200,22 @@ def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]
     return (alone, False) if alone > ENOUGH else (shared, True)
 
 
-def turn(engines: dict[str, Engine], arm: str, line: str) -> dict[str, float]:
-    """The answer of one engine to one line."""
-    _, process = engines[arm]
-    with contextlib.suppress(BrokenPipeError):
-        # Past the stream's buffer: a line left there raises again when `finish` closes the stream.
-        os.write(process.stdin.fileno(), f"{line}\n".encode())
-    if not (answer := process.stdout.readline()):
-        raise EngineEnded(arm)
-    return dict(json.loads(answer))
+def turn(engines: dict[str, list[Engine]], arm: str, line: str) -> dict[str, float]:
+    """The answer of all ranks of an arm to one line: the clock of the first, each one's GPU."""
+    for _, process in engines[arm]:
+        with contextlib.suppress(BrokenPipeError):
+            # Past the stream's buffer: a line left there raises again when `finish` closes it.
+            os.write(process.stdin.fileno(), f"{line}\n".encode())
+    times: dict[str, float] = {}
+    for rank, (_, process) in enumerate(engines[arm]):
+        if not (answer := process.stdout.readline()):
+            raise EngineEnded(arm)
+        taken = json.loads(answer)
+        times |= {f"gpu{rank}": taken["gpu"]} if rank and taken else taken
+    return times
 
 
-def rounds(engines: dict[str, Engine], point: Point) -> dict[str, dict[str, float]]:
+def rounds(engines: dict[str, list[Engine]], point: Point) -> dict[str, dict[str, float]]:
     """The columns of each arm's times at a point."""
     arms = list(engines)
     for arm in arms:

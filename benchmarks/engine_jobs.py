@@ -61,30 +61,34 @@ def finish(
         return {"error": cause + told}
 
 
-def ready(engines: dict[str, Engine], end: float) -> dict[str, dict[str, Any]]:
-    """What each engine sends once it is ready. One that ends before, or is not ready at `end` by
-    the clock, is printed with the end of its log and left out of `engines`.
+def ready(engines: dict[str, list[Engine]], end: float) -> dict[str, dict[str, Any]]:
+    """What the ranks of each arm send once they are ready, joined. An arm of which one ends before,
+    or is not ready at `end` by the clock, is printed with the end of its log and left out of
+    `engines`.
     """
-    waiting = {process.stdout: arm for arm, (_, process) in engines.items()}
-    results = {}
+    waiting = {process.stdout: arm for arm, ranks in engines.items() for _, process in ranks}
+    lines: dict[Any, dict[str, Any]] = {}
     while waiting:
         streams = wait(list(waiting), timeout=max(0.0, end - time.time()))
         for stream in streams or list(waiting):
-            arm = waiting.pop(stream)
-            line = stream.readline() if streams else ""
-            if line:
-                results[arm] = json.loads(line)
+            if (arm := waiting.pop(stream, "")) not in engines:
                 continue
-            error = finish(*engines.pop(arm), seconds=ENDS if streams else 0)["error"]
-            print(f"== {arm}: FAILED\n{error}", flush=True)
-    return results
+            if line := stream.readline() if streams else "":
+                lines[stream] = json.loads(line)
+                continue
+            errors = [finish(*e, seconds=ENDS if streams else 0)["error"] for e in engines.pop(arm)]
+            print(f"== {arm}: FAILED\n{errors[0]}", flush=True)
+    return {
+        arm: joined([lines[process.stdout] for _, process in ranks])
+        for arm, ranks in engines.items()
+    }
 
 
-def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The result of a job, of all its data-parallel engines: tokens of the first, then the next."""
+def start_ranks(options: dict[str, Any]) -> list[Engine]:
+    """Start the engines of a job: one, or one for each rank of data parallelism."""
     ranks = options["dp"]
     if ranks == 1:
-        return finish(*start(options), seconds)
+        return [start(options)]
     gpus = options["device"].split(",")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -95,12 +99,24 @@ def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:
         variables = {"VLLM_DP_SIZE": ranks, "VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": 0,
                      "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}  # fmt: skip
         named = {name: str(value) for name, value in variables.items()}
-        engines.append(start(options | {"device": gpus[rank], "dp_rank": rank}, named))
-    results = [finish(*engine, seconds) for engine in engines]
-    if failed := [result for result in results if "error" in result]:
-        return failed[0]
-    joined = {name: [each for r in results for each in r[name]] for name in ("tokens", "top")}
-    return results[0] | joined
+        own: dict[str, Any] = {"device": gpus[rank], "dp_rank": rank}
+        if weights := options["shared_weights"]:
+            own["shared_weights"] = f"{weights}-{rank}"
+        engines.append(start(options | own, named))
+    return engines
+
+
+def run(options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The result of a job, of all its ranks."""
+    results = [finish(*engine, seconds) for engine in start_ranks(options)]
+    failed = [result for result in results if "error" in result]
+    return failed[0] if failed else joined(results)
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first result, with the tokens of the first rank, then those of the next."""
+    tokens = {name: [each for r in results for each in r[name]] for name in ("tokens", "top")}
+    return results[0] | tokens
 
 
 def write(path: Path | str, rows: list[dict[str, Any]], facts: dict[str, str]) -> None:

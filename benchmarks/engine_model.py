@@ -113,6 +113,11 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["deepseek-r1-deep"] = {
     **MODELS["deepseek-r1-tp8"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
 }  # fmt: skip
+# One rank of data-parallel attention with expert parallel, all heads; 16 of the 256 experts.
+MODELS["deepseek-r1-ep"] = {
+    **_checkpoint("deepseek-v3"), "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
+    "vocab_size": 16160,
+}  # fmt: skip
 # What tensor parallelism divides: a model of one rank has this N times for N ranks.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
             "moe_intermediate_size", "vocab_size")  # fmt: skip
@@ -232,6 +237,7 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "tensor_parallel_size": job["tp"],
         "decode_context_parallel_size": job["dcp"],
         "disable_custom_all_reduce": job["tp"] > 1,
+        "enable_expert_parallel": job["dp"] > 1,
         "enable_prefix_caching": job["prefix_caching"],
         "seed": 0,
         **_configs(job),

@@ -32,7 +32,7 @@ import engine_compare
 import engine_complete
 import engine_model
 import torch
-from engine_jobs import finish, job, ready, start
+from engine_jobs import finish, job, ready, start_ranks
 
 from mla_fusion.cli import child
 from mla_fusion.runtime import sparse_step
@@ -74,9 +74,9 @@ def measured(
     }  # fmt: skip
     alone = {"phases": [[length] for length in LENGTHS]} if model == "v3.2-dp" else {}
     each = {arm: changes | (alone if arm == "other" else {}) for arm in arms}
-    began, engines = time.time(), {arm: start(job(arm=arm, **each[arm])) for arm in arms}
+    began, engines = time.time(), {arm: start_ranks(job(arm=arm, **each[arm])) for arm in arms}
     results = ready(engines, end)
-    for arm, (work, _) in engines.items():
+    for arm, ((work, _),) in engines.items():
         for line in Path(work.workdir, child.LOG).read_text().splitlines():
             if "attention backend" in line or "AttentionBackendEnum" in line:
                 print(f"   {arm}: {line}")
@@ -89,7 +89,7 @@ def measured(
         print(f"   {title}, {arm}: {verdicts[arm]}; kernels of a step {kernels}", flush=True)
     print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
     if "shifted" in engines:
-        finish(*engines.pop("shifted"), seconds=0)
+        finish(*engines.pop("shifted")[0], seconds=0)
     known = {"model": model, "layers": LAYERS, "cache": cache}
     facts = engine_complete.facts
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}

@@ -107,9 +107,9 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     """Answer each line of the input with a line of JSON, until "go".
 
     "hold BATCH CONTEXT PROMPT PREFIX": prefill requests of CONTEXT tokens, in place of those
-    before. "time": microseconds of one of their decode steps, by the clock and (in one process) on
-    the GPU: of its CUDA graph, with drafts of the whole step. With a PROMPT the whole step of each
-    also prefills a new request of PROMPT tokens behind PREFIX ones that are in the cache.
+    before. "time": microseconds of one of their decode steps, by the clock and on the GPU: of its
+    CUDA graph, and in one process with drafts of the whole step. With a PROMPT the whole step of
+    each also prefills a new request of PROMPT tokens behind PREFIX ones that are in the cache.
     """
     one_graph = False
     with contextlib.ExitStack() as held:
@@ -129,8 +129,10 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
             else:
                 step(3)
                 answer["wall"] = clocked(step, STEPS)
-                if job["tp"] == 1:
-                    answer["gpu"] = (full_graph_time if one_graph else eager_time)(step)
+                if one_graph:
+                    answer |= full_graph_times(llm, step)
+                elif job["tp"] == 1:
+                    answer["gpu"] = eager_time(step)
             print(json.dumps(answer), file=progress)
 
 
@@ -241,38 +243,24 @@ def eager_time(step: Callable[[int], None]) -> float:
     return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
 
 
-def full_graph_time(step: Callable[[int], None]) -> float:
-    """Microseconds on the GPU of a step's CUDA graph, median of `STEPS`: of a whole forward pass.
-
-    Events around the replay, not the profiler: kernels overlap, and the profiler counts the time
-    that one waits for its predecessor twice.
+def full_graph_times(llm: Any, step: Callable[[int], None]) -> dict[str, float]:
+    """Microseconds on the GPU of a step's CUDA graph, median of `STEPS`: of a whole forward pass;
+    "gpu" of the first rank, "gpu1" of the next. With collectives a rank waits for the others in it.
 
     Raises:
         RuntimeError: a step is not one graph.
     """
-    replay, pairs = torch.cuda.CUDAGraph.replay, []
-
-    def timed(graph: torch.cuda.CUDAGraph) -> None:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The GPU is busy until all three are enqueued, so the time does not include the launch.
-        torch.cuda._sleep(1_000_000)
-        begin.record()
-        replay(graph)
-        end.record()
-        pairs.append((begin, end))
-
-    torch.cuda.CUDAGraph.replay = timed
+    llm.collective_rpc("time_replays")
     try:
         step(STEPS)
     finally:
-        torch.cuda.CUDAGraph.replay = replay
-    torch.cuda.synchronize()
-    if len(pairs) != STEPS:
+        times = llm.collective_rpc("replay_times")
+    if any(len(each) != STEPS for each in times):
         raise RuntimeError(
-            f"{STEPS} decode steps replayed {len(pairs)} CUDA graphs: a step must be one full "
-            "graph, or its GPU time is not that of a forward pass"
+            f"{STEPS} decode steps replayed {[len(each) for each in times]} CUDA graphs on their "
+            "ranks: a step must be one full graph, or its GPU time is not that of a forward pass"
         )
-    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
+    return {f"gpu{rank or ''}": statistics.median(each) for rank, each in enumerate(times)}
 
 
 @functools.cache
@@ -303,6 +291,32 @@ class Worker:
             "runner": "V2" if second else "V1",
             "attention": layer.get_attn_backend().get_name(),
         }
+
+    def time_replays(self: Any) -> None:
+        """Put events around the replays of CUDA graphs, until `replay_times`.
+
+        Events, not the profiler: kernels overlap, and the profiler counts the time that one waits
+        for its predecessor twice.
+        """
+        replay = torch.cuda.CUDAGraph.replay
+        self.replay, self.replays = replay, []
+
+        def timed(graph: torch.cuda.CUDAGraph) -> None:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The GPU is busy until all three are enqueued, so the time does not include the launch.
+            torch.cuda._sleep(1_000_000)
+            begin.record()
+            replay(graph)
+            end.record()
+            self.replays.append((begin, end))
+
+        torch.cuda.CUDAGraph.replay = timed
+
+    def replay_times(self: Any) -> list[float]:
+        """Microseconds of each replay since `time_replays`."""
+        torch.cuda.CUDAGraph.replay = self.replay
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) * 1e3 for begin, end in self.replays]
 
 
 @register_model_loader("dummy")
