@@ -13,7 +13,9 @@ import operator
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch._logging import trace_structured
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.config.utils import Range
 
-from mla_fusion import logger, ops, report, runtime
+from mla_fusion import config, logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.config.identity import graphs_hash, source_hash
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
@@ -34,7 +36,7 @@ from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalization
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
-from mla_fusion.passes.projections import MLAProjectionPass, described
+from mla_fusion.passes.projections import MLAProjectionPass, described, left_out
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
 from mla_fusion.patterns.nodes import dtype_of, tensors
 from mla_fusion.patterns.site import ATTENTION, attention_calls, called, functionalized_op
@@ -44,6 +46,19 @@ from mla_fusion.runtime import layer_state
 
 # What is cut from the name of a type for the report, in this order.
 _CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fnuz", "_e4m3fn": ""}
+# The layers of the graph that is compiled now, if their names are inputs of it.
+_names: ContextVar[tuple[str, ...]] = ContextVar("_names", default=())
+
+
+@contextmanager
+def piece_of(layer_names: Iterable[str]) -> Iterator[None]:
+    """While a graph is compiled whose inputs hold these names, which vLLM's cache key leaves out:
+    it would take one graph's code for another's."""
+    token = _names.set(tuple(layer_names))
+    try:
+        yield
+    finally:
+        _names.reset(token)
 
 
 @dataclass(eq=False)
@@ -62,13 +77,15 @@ class MLAFusionPass(InductorPass):
         attention: who decodes, as in `config.Options`; without the plugin, which attaches plans, it
             is vLLM's backend.
         query_len: the most query tokens of a sequence in a decode step.
-        projections: who computes products of few tokens, as in `config.Options`."""
+        projections: who computes products of few tokens, as in `config.Options`.
+        layers: the layers that fuse, as in `config.Options`."""
 
     provider: str
     max_tokens: int
     attention: str = "auto"
     query_len: int = 1
     projections: str = "auto"
+    layers: str = ""
 
     def __post_init__(self) -> None:
         runtime.register_ops()
@@ -78,8 +95,12 @@ class MLAFusionPass(InductorPass):
         return type(self), dataclasses.astuple(self)
 
     def uuid(self) -> str:
-        """Changes with the source of this library, its measurements and every argument."""
-        return "-".join(map(str, ("mla_fusion", graphs_hash(), *dataclasses.astuple(self))))
+        """Changes with the source of this library, its measurements and every argument, and with
+        `layers` by which layers of a piece fuse."""
+        names = _names.get() if self.layers else ()
+        chosen = (config.is_chosen(self.layers, name) for name in names)
+        parts = "mla_fusion", graphs_hash(), *dataclasses.astuple(self), *chosen
+        return "-".join(map(str, parts))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
@@ -115,7 +136,7 @@ class MLAFusionPass(InductorPass):
 
     def _facts(self, layer: Any, activation: torch.dtype) -> eligibility.LayerFacts:
         given = layer, self.provider, activation, self.attention, self.query_len
-        return layer_state.of(layer).facts or eligibility.facts(*given)
+        return layer_state.of(layer).facts or eligibility.facts(*given, layers=self.layers)
 
 
 @dataclass(eq=False)
@@ -197,7 +218,7 @@ def fuse(
     as it was. One that a pass rewrote and the next did not is an error for `contained`."""
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
-    before = _last_layer(attention_calls(graph))
+    before, kept = _last_layer(attention_calls(graph)), left_out(graph, facts_of)
     _trace("before", graph)
     canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
     _trace("pass_2", graph)
@@ -220,17 +241,20 @@ def fuse(
     quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
     record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
-    project(graph, projections, record)
+    project(graph, projections, record, kept)
     if fused.rewritten:
         record.layer = LayerGraph(before, _last_layer(attention))
 
 
-def project(graph: fx.Graph, projections: str, record: report.RangeReport) -> None:
-    """Run pass 7 on `graph` unless `projections` is "vllm"; fill in `record`."""
+def project(
+    graph: fx.Graph, projections: str, record: report.RangeReport, kept: Set[fx.Node] = frozenset()
+) -> None:
+    """Run pass 7 on `graph`, but for the nodes `kept`, unless `projections` is "vllm"; fill in
+    `record`."""
     if projections == "vllm":
         return
     stable_topological_sort(graph)
-    made = MLAProjectionPass(record.range)(graph)
+    made = MLAProjectionPass(record.range, kept)(graph)
     record.products = Counter(map(described, dict.fromkeys(made.rewritten.values())))
     record.plain_products = report.counted(made.declined)
     if made.rewritten:

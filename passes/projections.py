@@ -15,15 +15,17 @@ Safe because the op is a function of the same values, for any number of rows: be
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from mla_fusion import ops, projections
-from mla_fusion.passes.rewrite import PassResult, call
+from mla_fusion.config.eligibility import UNCHOSEN
+from mla_fusion.passes.rewrite import FactsOf, PassResult, call
 from mla_fusion.patterns.products import Product, read_product
+from mla_fusion.patterns.site import ATTENTION, functionalized_op
 from mla_fusion.report.reasons import Decline, Declined
 
 
@@ -42,13 +44,15 @@ class _Launch:
 
 @dataclass
 class MLAProjectionPass:
-    """`tokens` are the first and the last number of tokens that the graph serves."""
+    """`tokens` are the first and the last number of tokens that the graph serves; the nodes `kept`
+    stay as they are."""
 
     tokens: tuple[int, int]
+    kept: Set[fx.Node] = frozenset()
 
     def __call__(self, graph: fx.Graph) -> PassResult:
         result, slower = PassResult(), list[str]()
-        for products in _by_input(graph, result.declined):
+        for products in _by_input(graph, self.kept, result.declined):
             while products:
                 launch = next(filter(self._is_faster, _launches(products)), None)
                 if launch is None:
@@ -73,12 +77,32 @@ class MLAProjectionPass:
         return any(projections.plan_for(*shape, n, value.dtype) for n in served)
 
 
-def _by_input(graph: fx.Graph, declined: list[Decline]) -> Iterator[list[Product]]:
+def left_out(graph: fx.Graph, facts_of: FactsOf) -> set[fx.Node]:
+    """The nodes in front of the attention of each layer that the option `layers` leaves out, back
+    to the attention before. In front of it lies the rest of the layer before, too."""
+    found, code = set[fx.Node](), ""
+    for node in reversed(graph.nodes):
+        if functionalized_op(node) == ATTENTION:
+            try:
+                decline = facts_of(node.kwargs["layer_name"]).decline
+            except Declined as error:
+                decline = error.decline
+            code = decline.code if decline else ""
+        if code == UNCHOSEN:
+            found.add(node)
+    return found
+
+
+def _by_input(
+    graph: fx.Graph, kept: Set[fx.Node], declined: list[Decline]
+) -> Iterator[list[Product]]:
     """The products of each input, in the order of the graph. The others go to `declined`."""
     found: dict[fx.Node, list[Product]] = defaultdict(list)
     for node in graph.nodes:
         try:
             product = read_product(node)
+            if product and node in kept:
+                raise Declined(UNCHOSEN)
         except Declined as error:
             declined.append(error.decline)
         else:

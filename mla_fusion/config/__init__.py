@@ -5,6 +5,7 @@ of vLLM, so it imports only what costs nothing there.
 """
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ REALIZE = "realize_reads_threshold"
 PLANNED = ("portable", "aiter")
 ATTENTION = ("auto", *PLANNED, "vllm")
 PROJECTIONS = ("auto", "vllm")
-_CAP = "max_split_per_batch"
+_CAP, _LAYERS = "max_split_per_batch", "layers"
+_SUCH_AS = '"0-30", "5" or "0-3,7"'
 
 
 class OptionError(ValueError):
@@ -40,12 +42,15 @@ class Options:
             library where it was measured faster.
         max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by
             all of a batch; -1 (default) for none.
+        layers: the layers that fuse, by vLLM's index: "0-30", "5" or "0-3,7"; empty (default) for
+            all.
     """
 
     provider: str
     attention: str = "auto"
     projections: str = "auto"
     max_split_per_batch: int = -1
+    layers: str = ""
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
@@ -71,11 +76,11 @@ def read_options(additional_config: Any) -> Options:
     if not isinstance(raw, dict):
         example = '{"provider": "triton"}'
         raise OptionError(f"{where} must be a dictionary such as {example}, got {raw!r}")
-    if unknown := sorted(raw.keys() - {*choices, _CAP}):
+    if unknown := sorted(raw.keys() - {*choices, _CAP, _LAYERS}):
         known = "; ".join(f"{name} ({', '.join(values)})" for name, values in choices.items())
         raise OptionError(
             f"unknown option {', '.join(unknown)} in {where}; there are {known}; {_CAP} (-1, or a "
-            "whole number from 1 on)"
+            f"whole number from 1 on); {_LAYERS} (such as {_SUCH_AS})"
         )
     for name, values in choices.items():
         if name in raw and raw[name] not in values:
@@ -91,7 +96,28 @@ def read_options(additional_config: Any) -> Options:
             f'{_CAP} in {where} caps the plan of "attention": "aiter", and attention is '
             f'"{options.attention}": set both, or leave it out'
         )
+    if _LAYERS in raw and not _names_layers(raw[_LAYERS]):
+        must = f"must be a string of indices and ranges of them, such as {_SUCH_AS}"
+        raise OptionError(f"{_LAYERS} in {where} {must}, got {raw[_LAYERS]!r}")
     return options
+
+
+def _spans(layers: str) -> list[tuple[int, int]]:
+    """The ranges in `Options.layers`: (first, last) of each."""
+    ends = (span.split("-") for span in layers.split(","))
+    return [(int(first), int((last or [first])[0])) for first, *last in ends]
+
+
+def _names_layers(value: Any) -> bool:
+    text = isinstance(value, str) and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value, re.ASCII)
+    return bool(text) and all(first <= last for first, last in _spans(value))
+
+
+def is_chosen(layers: str, layer_name: str) -> bool:
+    """True if `layers`, as in `Options` but not empty, has the layer that vLLM gives this name, as
+    "model.layers.3.self_attn.attn": its index is the first whole number in it."""
+    index = next((int(part) for part in layer_name.split(".") if part.isdecimal()), -1)
+    return any(first <= index <= last for first, last in _spans(layers))
 
 
 def misplaced(additional_config: Any) -> list[str]:
@@ -102,7 +128,7 @@ def misplaced(additional_config: Any) -> list[str]:
     """
     given = additional_config if isinstance(additional_config, dict) else {}
     choices = _choices()
-    options = [*choices, _CAP]
+    options = [*choices, _CAP, _LAYERS]
 
     def near(name: Any, names: list[str]) -> bool:
         return bool(difflib.get_close_matches(str(name).lower().replace("-", "_"), names, 1, 0.8))
@@ -111,7 +137,9 @@ def misplaced(additional_config: Any) -> list[str]:
         if key == OPTIONS_KEY or not isinstance(key, str):
             return False
         if key in options:
-            return key == _CAP or value in choices[key]
+            return key == _CAP or (
+                _names_layers(value) if key == _LAYERS else value in choices[key]
+            )
         others = isinstance(value, dict) and value and not any(near(k, options) for k in value)
         return near(key, [OPTIONS_KEY]) and not others
 

@@ -8,11 +8,12 @@ import torch
 from mla_fusion import attention, gpu, kernels
 from mla_fusion.attention.aiter import planner as planner_aiter
 from mla_fusion.attention.aiter import selection
-from mla_fusion.config import PLANNED, Options, models, read_options, vllm_compat
+from mla_fusion.config import PLANNED, Options, is_chosen, models, read_options, vllm_compat
 from mla_fusion.kernels.card import Widths
 from mla_fusion.report.reasons import Decline
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
+UNCHOSEN = "unchosen-layer"  # code of a layer that the option `layers` leaves out
 # Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
 FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
 
@@ -132,14 +133,14 @@ class LayerFacts:
 
 def facts(
     layer: Any, provider: str, model: torch.dtype, attention: str = "auto", query_len: int = 1,
-    planner: str = "",
+    planner: str = "", layers: str = "",
 ) -> LayerFacts:  # fmt: skip
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
 
     `model` is the type of the model's activations, which a layer has whose W_UK is packed: another
     has that of W_UK. `query_len` is the most query tokens of a sequence in a decode step. `planner`
     is the persistent decode that `attention` may come to; one that was asked for declines the
-    layer that it cannot serve. The other two as in `config.Options`.
+    layer that it cannot serve. The other three as in `config.Options`.
     """
     weights, fp8 = vllm_compat.weights(layer), vllm_compat.fp8_dtype()
     activation = model if weights.w_uk is None else weights.w_uk.dtype
@@ -148,6 +149,8 @@ def facts(
         query, cache = fp8 if layer.impl.supports_quant_query_input else activation, fp8
     no_product = _no_product(weights.w_uv, activation)
     decline = _decline(layer, provider, weights, activation, cache)
+    if layers and not is_chosen(layers, layer.layer_name):
+        decline = Decline(UNCHOSEN, f"layers={layers}")
     planner, no_plan = attention if attention in PLANNED else planner, None
     if decline is None and planner:
         no_plan = _why_no_plan(layer, planner, query, cache, query_len)

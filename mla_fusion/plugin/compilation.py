@@ -29,7 +29,7 @@ def add_passes() -> None:
             options = config.read_options(vllm_config.additional_config)
             bucket, rows = config.decode_bucket(vllm_config), config.query_rows(vllm_config)
             chosen = options.provider, bucket, options.attention, rows, options.projections
-            self.add(MLAFusionPass(*chosen))
+            self.add(MLAFusionPass(*chosen, options.layers))
             self.fix_functionalization = LastStep(None if cpu else self.fix_functionalization)
         elif cpu:
             self.fix_functionalization = NoStep()
@@ -44,9 +44,10 @@ def compile_pieces() -> None:
     others, of two graphs with the flag: 20 ms each.
 
     How: `CompilerManager.compile` gets the options of `for_range`, and stores an equal piece under
-    the first one's name; `load` returns code that was loaded before. vLLM's cache key covers all
-    that the options depend on: the flag, the bucket and this library's source. Until: vLLM takes
-    options for a range, and stores equal pieces.
+    the first one's name; `load` returns code that was loaded before. The passes learn the layers of
+    a piece, whose names are inputs: pieces of a layer that fuses and of another are not equal.
+    vLLM's cache key covers all that the options depend on: the flag, the bucket and this library's
+    source. Until: vLLM takes options for a range, and stores equal pieces.
     """
     from vllm.compilation.backends import CompilerManager
 
@@ -60,8 +61,10 @@ def compile_pieces() -> None:
         if not _is_on(compilation_config) or kwargs.get("is_encoder", False):
             return original(self, *given, *args, **kwargs)
         from mla_fusion import report
+        from mla_fusion.passes import pipeline
 
-        with report.of_equal_graphs() as compiled:
+        names = map(vllm_compat.traced_layer_name, example_inputs)
+        with pipeline.piece_of(filter(None, names)), report.of_equal_graphs() as compiled:
             compiled.append(original(self, *given, *args, **kwargs))
         _store_equal_piece(self, compile_range, graph_index, compiled[0])
         return compiled[0]

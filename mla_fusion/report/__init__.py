@@ -107,7 +107,8 @@ class Report:
     differing: list[str] = field(default_factory=list)  # what fused where the rest does not hold
     attention: str = "auto"  # who decodes, as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
-    version: int = 7  # of the stored format
+    chosen: str = ""  # the layers that may fuse, as the option `layers`; empty for all
+    version: int = 8  # of the stored format
 
     def quantizations(self) -> set[str]:
         """The quantizations of attention outputs, on any rank."""
@@ -129,6 +130,7 @@ class Report:
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
         attention = "" if self.attention == "auto" else self.attention
         named = {"provider": self.provider, "attention": attention, "epilogue": self.epilogue}
+        named["layers"] = self.chosen
         who = ", ".join(f"{name} {value}" for name, value in named.items() if value)
         out = [f"MLA fusion: {who}, decode bucket {self.bucket} tokens{ranks}"]
         out += [f"  differs on {other}" for other in self.differing]

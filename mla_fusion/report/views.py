@@ -153,6 +153,7 @@ def page(report: Report) -> str:
     facts = {
         "provider": report.provider,
         "decode bucket": f"{report.bucket} tokens",
+        "layers": report.chosen,
         "compiled with": ", ".join(f"{k} {v}" for k, v in report.versions.items() if k != "device"),
         "compiled for": report.versions.get("device", ""),
     }

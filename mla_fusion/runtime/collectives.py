@@ -72,7 +72,7 @@ def collect(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, boo
             engine.options.provider, engine.bucket, len(engine.layers), model=engine.model,
             versions=vllm_compat.versions(), others=engine.other_layers,
             attention=decode_choice.described(choices, engine.options),
-            epilogue=layer_state.epilogues(states),
+            epilogue=layer_state.epilogues(states), chosen=engine.options.layers,
         )  # fmt: skip
     everyones = vllm_compat.gather(made)
     with on_every_rank():

@@ -61,7 +61,7 @@ def make(engine: Engine) -> dict[str, LayerState]:
     for name, layer in engine.layers.items():
         facts = eligibility.facts(
             layer, options.provider, engine.activation, options.attention, engine.rows,
-            engine.planner,
+            engine.planner, options.layers,
         )  # fmt: skip
         choice, plan = choose(layer, engine, facts), None
         if choice.planner:

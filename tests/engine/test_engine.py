@@ -121,6 +121,21 @@ def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
     assert fused["logprobs"] == alone["logprobs"]
 
 
+@pytest.mark.parametrize(
+    "graph", [{}, pytest.param({"one_graph": True}, marks=pytest.mark.nightly)]
+)
+def test_layers_that_are_left_out_share_no_code_with_those_that_fuse(job, alone, graph):
+    """The pieces of the last two layers are equal but for the name, which is an input."""
+    part = run(job(FLAG | graph | {"layers": "0-1"}))
+    summary = SUMMARY.replace("3 of 3 MLA layers fused", "2 of 3 MLA layers fused; declined: "
+                              "1 [unchosen-layer], mla-fusion report says why")  # fmt: skip
+    assert own_log(part) == [("INFO", summary)]
+    code = part["graphs"]["1-4"]
+    assert code.count(f"torch.ops.mla_fusion.{ops.FUSED}.default(") == 2
+    assert code.count("torch.ops.vllm.unified_mla_attention_with_output") == 1
+    assert (part["tokens"], part["logprobs"]) == (alone["tokens"], alone["logprobs"])
+
+
 @pytest.mark.nightly
 def test_a_scaled_query_gives_the_tokens_of_vllm_alone_to_the_bit(job, alone):
     """As Mistral Large 3 scales it, but from the eighth position on."""

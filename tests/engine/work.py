@@ -14,7 +14,8 @@ from mla_fusion.cli import child
 from mla_fusion.config import vllm_compat
 
 BUCKET = 4
-NAMED = ("provider", "attention", "projections", "max_split_per_batch")  # options of this library
+# Options of this library.
+NAMED = ("provider", "attention", "projections", "max_split_per_batch", "layers")
 PROMPTS = [(0, prompt) for prompt in ([1, 2, 3], [7], [*range(9, 60)], [5, 6])]
 
 

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import pickle
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from vllm.config.utils import Range
 from vllm.forward_context import override_forward_context
 
 from mla_fusion import ops, report
-from mla_fusion.config import identity
+from mla_fusion.config import eligibility, identity
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from tests.passes import edits, graphs
@@ -43,6 +44,7 @@ def run_pass(
     attention="auto",
     provider="reference",
     projections="auto",
+    layers="",
     **of_layers,
 ):
     """`MLAFusionPass` as vLLM's pass manager calls it for one compile range."""
@@ -54,7 +56,7 @@ def run_pass(
         override_forward_context(engine.context(DECODE)),
         pass_context(Range(start=start, end=end)),
     ):
-        MLAFusionPass(provider, BUCKET, attention, 1, projections)(module.graph)
+        MLAFusionPass(provider, BUCKET, attention, 1, projections, layers)(module.graph)
     (record,) = report._records
     return record
 
@@ -181,6 +183,26 @@ def test_products_decline_alone():
         assert {decline.code for decline in record.plain_products} <= {"product-form"}
 
 
+@pytest.mark.parametrize("layers, slower", [("1", 2), ("0", 2), ("0-1", 4), ("1,7-9", 2)])
+def test_layers_that_are_left_out_decline_with_their_products(layers, slower):
+    """Two products in front of each attention have a form that pass 7 takes."""
+    spec, chosen = Spec(layers=2, dtype=torch.bfloat16), 1 + (layers == "0-1")
+    record = run_pass(build(spec), spec, 1, BUCKET, layers=layers)
+    assert (record.fused, reasons(record)) == (chosen, [eligibility.UNCHOSEN] * (2 - chosen))
+    kept = {"product-slower": slower, eligibility.UNCHOSEN: 4 - slower, "product-form": 2}
+    assert Counter({d.code: n for d, n in record.plain_products.items()}) == Counter(kept)
+
+
+def test_equal_pieces_have_one_key_if_their_layers_fuse_alike():
+    """The names of their layers are inputs, which vLLM's cache key leaves out."""
+    keys = []
+    for names in (), ["model.layers.3.attn"], ["model.layers.4.attn"], ["model.layers.0.attn"]:
+        with pipeline.piece_of(names):
+            keys.append([MLAFusionPass("triton", 4, layers=x).uuid() for x in ("3-9", "")])
+    chosen, every = zip(*keys, strict=True)
+    assert chosen[1] == chosen[2] and len({*chosen}) == 3 and len({*every}) == 1
+
+
 def test_latents_without_metadata_are_declined():
     """The facts of a layer depend on the type of the activations, which the latents have."""
     spec = Spec(layers=2)
@@ -210,7 +232,7 @@ def test_invariant_9_uuid_changes_with_provider_bucket_and_source(monkeypatch, t
     def uuids():
         arguments = [("triton", 4), ("reference", 4), ("triton", 8), ("triton", 4, "portable")]
         arguments += [("triton", 4, "aiter"), ("triton", 4, "aiter", 4)]
-        arguments += [("triton", 4, "aiter", 4, "vllm")]
+        arguments += [("triton", 4, "aiter", 4, "vllm"), ("triton", 4, "aiter", 4, "vllm", "0-2")]
         steps: list[Any] = [MLAFusionPass(*given) for given in arguments]
         steps += [LastStep(None), LastStep(SimpleNamespace(uuid=lambda: "vllm-step"))]
         return [step.uuid() for step in steps]

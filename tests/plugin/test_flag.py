@@ -107,6 +107,10 @@ class TestBadInput:
             ({"mla_fusion": {"attention": "aiter", "max_split_per_batch": "16"}}, "whole number"),
             ({"mla_fusion": {"max_split_per_batch": 16}}, 'attention is "auto"'),
             ({"mla_fusion": {"attention": "portable", "max_split_per_batch": -1}}, '"portable"'),
+            *(
+                ({"mla_fusion": {"layers": bad}}, 'ranges of them, such as "0-30", "5" or "0-3,7"')
+                for bad in ("", "3-1", "1,", "-2", "1 - 2", "all", 5, None)
+            ),
             ({"mla_fusion": {"split": 16}}, "max_split_per_batch .-1, or a whole number"),
             ({"mla_fusion": "triton"}, "must be a dictionary"),
             ({"mla-fusion": {"provider": "reference"}}, 'the key is "mla_fusion"'),

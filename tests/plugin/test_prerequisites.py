@@ -126,6 +126,7 @@ class TestWhatItSwitchesOn:
             ({}, {"options": {"MLA-Fusion": {"provder": "triton"}}}, '["MLA-Fusion"] is not read'),
             (FLAG_ON, {"options": {**REFERENCE, "attention": "vllm"}}, '["attention"] is not read'),
             ({}, {"options": {"max_split_per_batch": 4}}, '["max_split_per_batch"] is not read'),
+            ({}, {"options": {"layers": "0-3"}}, '["layers"] is not read'),
             ({}, {"options": {"mha_fusion": {"level": 1}, "provider": "s3", "fusion": {}}}, ""),
             (FLAG_ON, {"model": "llama"}, f"mla-fusion: {config.FLAG} is switched off: "),
         ],
