@@ -25,6 +25,7 @@ _COMMANDS = {
     "check": "say whether a model would fuse, and why",
     "report": "show the stored reports of engines that were started with the flag on",
     "demo": "run two small models with the fusion off and on, and compare their tokens",
+    "bisect": "name the first layer whose fusion changes an answer to your prompts",
     "bench": "time the fused region or the decode against vLLM's kernels, on a GPU",
     "selftest": "say whether every kernel is right on this GPU",
     "calibrate": "measure on this GPU what attention=auto decides by",

@@ -69,6 +69,7 @@ class Outcome:
     logprobs: list[list[float]]
     warnings: list[str]  # of this library
     report: Report | None = None  # that the engine stored
+    layers: int = 0  # of the model, any kind, without a draft's
 
     @property
     def declines(self) -> list[Decline]:
@@ -238,6 +239,7 @@ def generate(job: Job, progress: TextIO) -> dict[str, Any]:
         print(f"    {len(tokens)} prompts, {made} tokens, {count} steps", file=progress)
     return {
         "tokens": tokens, "logprobs": [*map(chosen, outputs)], "warnings": warnings,
+        "layers": engine.vllm_config.model_config.hf_text_config.num_hidden_layers,
         "reports": [str(path) for path in stored_reports(Path(job.cache)) if path not in older],
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ check m --layers two
 check m --speculative-tokens -1
 check m --provider cuda
 check m --unknown
+bisect --engine-args [1]
 plan --kv 5 --workers 0
 plan --lengths 5,,5 --workers 2
 plan --workers 2

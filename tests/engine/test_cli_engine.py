@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, report
+from mla_fusion import cli, report, runtime
+from mla_fusion.cli import child
+from mla_fusion.cli.bisect import command as bisect
 from mla_fusion.cli.demo import command as demo
 from tests.command import run
 from tests.nightly import daily
@@ -41,6 +43,28 @@ def test_the_demo_writes_what_fused(shown):
     ]
     said = {"name": V3, "tokens_equal": True, "ranges": ranges}
     assert json.loads((out / "tokens.json").read_text()) == {"models": [said]}
+
+
+def planted(job, progress):
+    """`child.generate`, where fused steps of layer 1 halve the prepared query."""
+    original = runtime.fused_decode_prep
+
+    def halve(q, kv_c, k_pe, prepared_q, *rest):
+        original(q, kv_c, k_pe, prepared_q, *rest)
+        if any(".1." in str(getattr(each, "value", "")) for each in rest):
+            prepared_q.mul_(0.5)
+
+    runtime.fused_decode_prep = halve
+    return child.generate(job, progress)
+
+
+@pytest.mark.nightly
+def test_bisect_names_a_layer_that_is_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bisect, "_WORK", "tests.engine.test_cli_engine:planted")
+    monkeypatch.setattr(bisect, "_LAYERS", 3)
+    monkeypatch.setenv("PYTHONPATH", str(CONFIGS.parents[1]))
+    assert cli.main(["bisect", "--out", str(tmp_path)]) == 1
+    assert "\nlayer 1 is the first whose fusion changes an answer\n" in capsys.readouterr().out
 
 
 def result(shown, flag):

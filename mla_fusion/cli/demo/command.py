@@ -101,19 +101,23 @@ def _run_engine(folder: Path, model: Path, fuse: bool) -> child.Outcome:
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": 256,
     }
-    choose = random.Random(1)
-    prompts = [(step, [choose.randrange(1024) for _ in range(n)]) for step, n in ARRIVALS]
     if fuse:
         engine |= child.flag_on(provider="reference")
         # On a CPU vLLM compiles one graph of all layers: so the flag's values compare to the bit.
         engine["compilation_config"]["use_inductor_graph_partition"] = True
     job = child.Job(
         workdir=str(folder / flag), cache=str(folder.parent / _CACHE), engine=engine,
-        prompts=prompts, new_tokens=NEW_TOKENS, plugin=fuse,  # with the flag off it is stock vLLM
+        prompts=prompts(), new_tokens=NEW_TOKENS, plugin=fuse,  # with the flag off it is stock vLLM
     )  # fmt: skip
     outcome = child.run(job)
     print(f"    done in {time.perf_counter() - began:.0f} s")
     return outcome
+
+
+def prompts() -> child.Prompts:
+    """The prompts of `ARRIVALS`, the same each time."""
+    choose = random.Random(1)
+    return [(step, [choose.randrange(1024) for _ in range(n)]) for step, n in ARRIVALS]
 
 
 def first_difference(
