@@ -9,11 +9,9 @@
 5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup"""
 
 import dataclasses
-import operator
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from vllm.config.utils import Range
 from mla_fusion import config, logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.config.identity import graphs_hash, source_hash
+from mla_fusion.passes import describe
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
@@ -38,14 +37,12 @@ from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.projections import MLAProjectionPass, described, left_out
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
-from mla_fusion.patterns.nodes import dtype_of, tensors
-from mla_fusion.patterns.site import ATTENTION, attention_calls, called, functionalized_op
-from mla_fusion.report import LayerGraph, Node
+from mla_fusion.patterns.nodes import dtype_of
+from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
+from mla_fusion.report.graphs import LayerGraph, PassOps
 from mla_fusion.report.reasons import Decline, Declined
 from mla_fusion.runtime import layer_state
 
-# What is cut from the name of a type for the report, in this order.
-_CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fnuz", "_e4m3fn": ""}
 # The layers of the graph that is compiled now, if their names are inputs of it.
 _names: ContextVar[tuple[str, ...]] = ContextVar("_names", default=())
 
@@ -179,8 +176,9 @@ class NoStep(InductorPass):
 
 
 def _fix(graph: fx.Graph, record: report.RangeReport) -> None:
+    done = _Steps(graph, record)
     MLAFixFunctionalizationPass()(graph)
-    _trace("pass_5", graph)
+    done("5")
 
 
 def _hidden() -> None:
@@ -218,14 +216,15 @@ def fuse(
     as it was. One that a pass rewrote and the next did not is an error for `contained`."""
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
-    before, kept = _last_layer(attention_calls(graph)), left_out(graph, facts_of)
+    before, kept = describe.last_layer(attention_calls(graph)), left_out(graph, facts_of)
     _trace("before", graph)
+    done = _Steps(graph, record)
     canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
-    _trace("pass_2", graph)
+    done("2", canonical.dead)
     lifted = MLADecodeQPrepLiftPass(facts_of)(graph)
-    _trace("pass_3", graph)
+    done("3", canonical.dead)
     fused = MLAAiterQkRopeKVCacheFusionPass(provider)(graph)
-    _trace("pass_4", graph)
+    done("4", canonical.dead)
     if not len(canonical.rewritten) == len(lifted.rewritten) == len(fused.rewritten):
         names = ", ".join(canonical.rewritten)
         raise Declined("unfused-pair", f"{names}: {len(fused.rewritten)} fused")
@@ -234,16 +233,16 @@ def fuse(
     attention = [finished.rewritten.get(n.name, n) for n in lifted.rewritten.values()]
     if replaced := [*canonical.dead, *finished.dead]:
         drop_dead(graph, replaced)
-    _trace("pass_6", graph)
+    done("6")
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
-    record.variants = [*dict.fromkeys(map(_variant, fused.rewritten.values()))]
+    record.variants = [*dict.fromkeys(map(describe.variant, fused.rewritten.values()))]
     quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
     record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
     project(graph, projections, record, kept)
     if fused.rewritten:
-        record.layer = LayerGraph(before, _last_layer(attention))
+        record.layer = LayerGraph(before, describe.last_layer(attention))
 
 
 def project(
@@ -254,13 +253,14 @@ def project(
     if projections == "vllm":
         return
     stable_topological_sort(graph)
+    done = _Steps(graph, record)
     made = MLAProjectionPass(record.range, kept)(graph)
     record.products = Counter(map(described, dict.fromkeys(made.rewritten.values())))
     record.plain_products = report.counted(made.declined)
     if made.rewritten:
         drop_dead(graph, made.dead)
         graph.lint()
-    _trace("pass_7", graph)
+    done("7")
 
 
 def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:
@@ -284,6 +284,18 @@ def _show(stage: str, graph: fx.Graph) -> None:
     torch._dynamo.utils.lazy_format_graph_code(f"mla_fusion.{stage}", graph.owning_module)  # type: ignore[arg-type]
 
 
+class _Steps:
+    """Records the ops of a graph before and behind each pass, and leaves it in torch's trace."""
+
+    def __init__(self, graph: fx.Graph, record: report.RangeReport) -> None:
+        self.graph, self.record, self.ops = graph, record, describe.counts(graph)
+
+    def __call__(self, number: str, replaced: Iterable[fx.Node] = ()) -> None:
+        before, self.ops = self.ops, describe.counts(self.graph, replaced)
+        self.record.passes[number] = PassOps(before, self.ops)
+        _trace(f"pass_{number}", self.graph)
+
+
 def _trace(stage: str, graph: fx.Graph) -> None:
     """Leave a graph among torch's structured traces, which TORCH_TRACE and tlparse show."""
     trace_structured(
@@ -291,46 +303,3 @@ def _trace(stage: str, graph: fx.Graph) -> None:
         metadata_fn=lambda: {"name": f"mla_fusion_{stage}", "encoding": "string"},
         payload_fn=lambda: graph.python_code("self").src,
     )
-
-
-def _variant(fused: fx.Node) -> ops.Variant:
-    """The properties of a fused node that a warm-up compiles kernels for."""
-    args: dict[str, Any] = dict(fused.kwargs)
-    typed = (args[name] for name in ("cos_sin_cache", "prepared_q", "q_factor"))
-    table, query, factor = (str(dtype_of(n) if n else "").removeprefix("torch.") for n in typed)
-    rope_dim = args["k_pe"].meta["val"].shape[-1]
-    return ops.Variant(args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"], factor)
-
-
-def _last_layer(calls: Sequence[fx.Node]) -> list[Node]:
-    """The ops of the last layer: those behind the attention before it, or, of a model of one layer,
-    all in front. `calls` are all attention calls of the graph, in order."""
-    found: list[Node] = []
-    node = calls[-1] if calls else None
-    while node is not None and node.op != "root":
-        # A getitem is no op: it names one output of its producer.
-        if node.op == "call_function" and node.users and node.target is not operator.getitem:
-            found.append(_describe(node))
-        node = node.prev
-        if node in calls:
-            break
-    return found[::-1]
-
-
-def _describe(node: fx.Node) -> Node:
-    label = called(node) or getattr(node.target, "__name__", str(node.target))
-    results = ", ".join(map(_result, tensors(node)))
-    inputs = [
-        f"{n.args[0].name}.{n.args[1]}" if n.target is operator.getitem else n.name
-        for n in node.all_input_nodes
-    ]
-    return Node(node.name, label, inputs, results)
-
-
-def _result(value: torch.Tensor) -> str:
-    dtype = str(value.dtype).removeprefix("torch.")
-    for long, short in _CUT.items():
-        dtype = dtype.replace(long, short)
-    # The one symbol of a decode graph is the token count.
-    shape = re.sub(r"\bs\d+\b", "T", ", ".join(map(str, value.shape)))
-    return f"{dtype}[{shape}]"

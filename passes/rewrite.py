@@ -102,8 +102,15 @@ class Snapshot:
 
 
 def drop_dead(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> None:
-    """Erase every op that nothing reads. One that is no op of torch, or is functionalized, may
-    write a KV cache beside its results: it goes only with `replaced`, or what they read."""
+    """Erase every op that nothing reads: all but those that are `live`."""
+    kept = set(live(graph, replaced))
+    graph.eliminate_dead_code(kept.__contains__)
+
+
+def live(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes whose results are read, or that may write a KV cache beside their results, the last
+    one first. An op may that is none of torch's, or is functionalized, unless it is one of
+    `replaced`, or of what they read."""
     old = set(walk(replaced, lambda node: node.all_input_nodes))
 
     def stays(node: fx.Node) -> bool:
@@ -111,4 +118,8 @@ def drop_dead(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> None:
             return node.is_impure() and node.target is not auto_functionalized
         return node.is_impure() or not (is_aten(node) or node.target is operator.getitem)
 
-    graph.eliminate_dead_code(lambda node: bool(node.users) or stays(node))
+    found: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        if stays(node) or any(user in found for user in node.users):
+            found[node] = None
+    return [*found]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_fusion import cli, report
-from mla_fusion.report import LayerGraph, Node, views
+from mla_fusion.report import views
+from mla_fusion.report.graphs import LayerGraph, Node, PassOps
 from mla_fusion.report.reasons import Decline
 from mla_fusion.report.views import FUSED, KEPT, NEW, REMOVED
 
@@ -127,6 +128,11 @@ def test_the_page_says_what_the_report_says():
     tree, said = parsed(views.page(made))
     assert "2048 -> 3072 + 576" in said and "[product-slower]" in said
     assert len(tree.findall(".//table")) == 6
+    # So has each pass: its ops before and after, and how many calls of each came or went.
+    made.ranges[0].passes = {"4": PassOps({"aten::mm": 3, "aten::mul": 2}, {"aten::mm": 3, OWN: 1})}
+    tree, _ = parsed(views.page(made))
+    row = next(r for r in tree.iter("tr") if r[0].text == "4")
+    assert [cell.text for cell in row[1:]] == ["5", "4", "2 fewer mul, 1 more " + OWN[12:]]
     # Where nothing fused there are the reasons and no graph.
     tree, said = parsed(views.page(stored(None)))
     assert "0 of 3 MLA layers" in said and "[shape]" in said

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_fusion import logger
 from mla_fusion.files import read_bounded
 from mla_fusion.ops import Variant
+from mla_fusion.report.graphs import LayerGraph, PassOps
 from mla_fusion.report.reasons import Decline
 
 # In front of each log line about the flag: whoever searches the log for one of them finds it.
@@ -27,29 +28,6 @@ QUANTIZATIONS = {
     "group_ue8m0": "in groups of 128, scales powers of two,",
     "tensor": "by one given scale",
 }
-
-
-class Node(NamedTuple):
-    """One op of a graph."""
-
-    name: str
-    op: str  # what it calls
-    inputs: list[str]  # nodes, also outside the layer; ".1" is the second output of one
-    result: str  # such as "bf16[T, 16, 192]", where T is the token count
-
-
-@dataclass
-class LayerGraph:
-    """The ops of one layer in graph order. A kept node has the same name in both."""
-
-    before: list[Node]
-    after: list[Node]
-
-    def changes(self) -> list[tuple[str, int, int]]:
-        """(op, calls before, calls after) of every op whose count changed."""
-        before, after = (Counter(node.op for node in nodes) for nodes in (self.before, self.after))
-        ops = sorted(before | after)
-        return [(op, before[op], after[op]) for op in ops if before[op] != after[op]]
 
 
 @dataclass
@@ -67,6 +45,7 @@ class RangeReport:
     products: dict[str, int] = field(default_factory=dict)  # launches of pass 7, by their widths
     plain_products: dict[Decline, int] = field(default_factory=dict)  # as they were
     pass_ms: float = 0.0
+    passes: dict[str, PassOps] = field(default_factory=dict)  # by number, in their order
 
     def add(self, graph: "RangeReport") -> None:
         """Count a graph of the range."""
@@ -80,6 +59,8 @@ class RangeReport:
         self.plain_outputs = counted(self.plain_outputs, graph.plain_outputs)
         self.products = Counter(self.products) + Counter(graph.products)
         self.plain_products = counted(self.plain_products, graph.plain_products)
+        for number, found in graph.passes.items():
+            self.passes[number] = self.passes.get(number, PassOps({}, {})) + found
 
 
 def counted(*declines: Iterable[Decline]) -> dict[Decline, int]:

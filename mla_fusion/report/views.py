@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from mla_fusion.files import printable
 from mla_fusion.ops import NAMESPACE
-from mla_fusion.report import LayerGraph, Node, Report
+from mla_fusion.report import Report
+from mla_fusion.report.graphs import LayerGraph, Node, PassOps
 
 # The marks of ops in text, with their CSS class, their sign in a drawing, and a change in words.
 KEPT, REMOVED, NEW, FUSED = " ", "-", "+", "*"
@@ -177,6 +178,15 @@ def page(report: Report) -> str:
         )
         kept = [(d.code, count, d.explain()) for d, count in decode.plain_products.items()]
         body += [_table(("code", "products kept", "why"), kept)] if kept else []
+    if decode.passes:
+        steps = [
+            (number, sum(ops.before.values()), sum(ops.after.values()), _changes(ops))
+            for number, ops in decode.passes.items()
+        ]
+        body += [
+            "<h2>Ops of the decode graphs, pass by pass</h2>",
+            _table(("pass", "ops before", "after", "changes"), steps),
+        ]
     if layer := decode.layer:
         legend = ", ".join(f"{sign} {word}" for _, sign, word in _MARKS.values() if word)
         panels = (_svg(*_panel(*each)) for each in rows(layer).items())
@@ -195,6 +205,15 @@ def page(report: Report) -> str:
         f"<title>{title}</title>\n<style>{_PAGE_STYLE}{_STYLE}</style>\n</head>\n"
         "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
+
+
+def _changes(ops: PassOps) -> str:
+    """Such as "2 more empty, 3 fewer mm"."""
+    counted = (
+        f"{abs(after - before)} {'more' if after > before else 'fewer'} {op.rpartition('::')[2]}"
+        for op, before, after in ops.changes()
+    )
+    return ", ".join(counted)
 
 
 def _table(head: Sequence[str], listed: Sequence[Sequence[object]]) -> str:

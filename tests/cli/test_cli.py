@@ -12,7 +12,7 @@ from mla_fusion.cli import child
 from mla_fusion.cli.demo import command as demo
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.config import identity, vllm_compat
-from mla_fusion.report import LayerGraph, Node
+from mla_fusion.report.graphs import LayerGraph, Node
 from mla_fusion.report.reasons import Decline
 
 

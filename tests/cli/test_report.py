@@ -9,6 +9,7 @@ import pytest
 from mla_fusion import report
 from mla_fusion.config import vllm_compat
 from mla_fusion.ops import Variant
+from mla_fusion.report.graphs import PassOps
 from mla_fusion.report.reasons import Decline
 
 
@@ -40,8 +41,10 @@ OUTPUTS = (
 
 PRODUCTS = (
     report.RangeReport((1, 4), 2, 2, products={"24 -> 40 + 18": 2, "40 -> 32": 1},
+                       passes={"7": PassOps({"mm": 3}, {"mm": 0, "projection": 2})},
                        plain_products={Decline("product-slower", "8 -> 9"): 4}),
     report.RangeReport((1, 4), products={"40 -> 32": 1},
+                       passes={"7": PassOps({"mm": 1}, {"projection": 1}), "5": PassOps({}, {})},
                        plain_products={Decline("product-opaque", "gemm"): 1}),
 )  # fmt: skip
 
@@ -98,6 +101,12 @@ def test_a_layer_with_a_state_that_is_not_mla_is_another(monkeypatch):
     layers = {"mla": Layer(), "linear": Layer(), "experts": object()}
     monkeypatch.setattr(vllm_compat, "mla_layers", lambda all_: {"mla": all_["mla"]})
     assert vllm_compat.other_layers(layers) == 1
+
+
+def test_the_ops_of_each_pass_are_those_of_all_graphs():
+    passes = taken(*PRODUCTS).ranges[0].passes
+    assert passes == {"7": PassOps({"mm": 4}, {"projection": 3}), "5": PassOps({}, {})}
+    assert passes["7"].changes() == [("mm", 4, 0), ("projection", 0, 3)]
 
 
 def test_layers_are_counted_by_code_with_the_detail_of_the_first():

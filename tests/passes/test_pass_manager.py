@@ -20,7 +20,7 @@ from vllm.forward_context import override_forward_context
 
 from mla_fusion import ops, report
 from mla_fusion.config import eligibility, identity
-from mla_fusion.passes import pipeline
+from mla_fusion.passes import describe, pipeline
 from mla_fusion.passes.pipeline import LastStep, MLAFusionPass
 from tests.passes import edits, graphs
 from tests.passes.fake_engine import DECODE, Engine, reasons
@@ -122,6 +122,24 @@ def test_record_of_a_graph_says_what_a_warm_up_needs(monkeypatch, clock):
     assert only == ops.Variant(False, graphs.ROPE, "", "bfloat16", "fp8", "float32")
 
 
+def test_record_of_the_ops_before_and_behind_each_pass():
+    """Also before its end, when replaced nodes are in the graph, dead code does not count."""
+    module = build(Spec(layers=2))
+    passes = run_pass(module, Spec(layers=2), 1, BUCKET).passes
+    assert [*passes] == ["2", "3", "4", "6", "7"]
+    assert all(a.after == b.before for a, b in itertools.pairwise(passes.values()))
+    assert passes["4"].after == passes["6"].after == describe.counts(module.graph)
+    own = [
+        {op: n for op, n in ops_.after.items() if ops.NAMESPACE in op} for ops_ in passes.values()
+    ]
+    rope, prep, fused, attention = (
+        f"{ops.NAMESPACE}::{op}" for op in (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, ops.ATTENTION)
+    )
+    assert own[:3] == [{rope: 2}, {rope: 2, prep: 2, attention: 2}, {fused: 2, attention: 2}]
+    gone = {op for op, _, after in passes["2"].changes() if not after}
+    assert edits.UPDATE in gone and edits.ATTENTION not in gone
+
+
 def test_record_of_the_last_step(clock):
     seen: list[fx.Graph] = []
     module = build(Spec())
@@ -130,6 +148,7 @@ def test_record_of_the_last_step(clock):
     assert seen == [module.graph]
     [record] = report._records
     assert (record.range, record.layers, record.pass_ms) == ((2, 9), 0, 250)
+    assert [*record.passes] == ["5"]
     assert LastStep(None).uuid() == f"mla_fusion-{identity.source_hash()}-"
 
 

@@ -15,7 +15,8 @@ from mla_fusion.cli.doctor import command as doctor
 from mla_fusion.cli.report.command import cache_root
 from mla_fusion.cli.report.redact import Redactor, redactor
 from mla_fusion.files import each_text, read_bounded
-from mla_fusion.report import QUANTIZATIONS, LayerGraph, RangeReport, Report, stored_reports
+from mla_fusion.report import QUANTIZATIONS, RangeReport, Report, stored_reports
+from mla_fusion.report.graphs import LayerGraph
 from mla_fusion.report.reasons import REASONS
 
 _NEWEST, _MOST_BYTES = 4, 2**20  # stored reports, and the size of one, which has kilobytes
