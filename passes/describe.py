@@ -3,18 +3,20 @@ properties of fused nodes."""
 
 import operator
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from mla_fusion import ops
+from mla_fusion import config, ops
+from mla_fusion.config import vllm_compat
 from mla_fusion.passes.rewrite import live
-from mla_fusion.patterns.nodes import dtype_of, tensors
+from mla_fusion.patterns.nodes import arguments, dtype_of, tensors
 from mla_fusion.patterns.site import called
-from mla_fusion.report.graphs import Node
+from mla_fusion.report.graphs import LayerGraph, Node
 
 # What is cut from the name of a type for the report, in this order.
 _CUT = {"bfloat": "bf", "float": "fp", "uint": "u", "int": "i", "_e4m3fnuz": "fnuz", "_e4m3fn": ""}
@@ -35,12 +37,12 @@ def variant(fused: fx.Node) -> ops.Variant:
     return ops.Variant(args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"], factor)
 
 
-def last_layer(calls: Sequence[fx.Node]) -> list[Node]:
-    """The ops of the last layer: those behind the attention before it, or, of a model of one layer,
-    all in front. `calls` are all attention calls of the graph, in order."""
+def layer_of(attention: fx.Node, calls: Container[fx.Node]) -> list[Node]:
+    """The ops of a layer: those behind the attention before it, or, of the first one, all in front.
+    `calls` are all attention calls of the graph."""
     found: list[Node] = []
-    node = calls[-1] if calls else None
-    while node is not None and node.op != "root":
+    node = attention
+    while node.op != "root":
         if _is_op(node) and node.users:
             found.append(_describe(node))
         node = node.prev
@@ -64,7 +66,34 @@ def _describe(node: fx.Node) -> Node:
         f"{n.args[0].name}.{n.args[1]}" if n.target is operator.getitem else n.name
         for n in node.all_input_nodes
     ]
-    return Node(node.name, _label(node), inputs, results)
+    return Node(node.name, _label(node), inputs, results, _bounds(node))
+
+
+def _bounds(node: fx.Node) -> str:
+    """Those of a slice, as Python writes them; empty for any other op."""
+    if _label(node) not in ("aten::slice", "aten::slice_scatter"):
+        return ""
+    args = arguments(node)
+    ends = (args["start"] or "", "" if args["end"] in (None, sys.maxsize) else args["end"])
+    span = ":".join(map(str, ends)) + (f":{args['step']}" if args["step"] != 1 else "")
+    return f"[{':, ' * args['dim']}{span}]"
+
+
+def named(layer: LayerGraph, fused: fx.Node) -> LayerGraph:
+    """`layer` where inputs of the graph have names that tell what they are: the arguments of the
+    fused node, the layer's index, and T for the token count."""
+    names = {}
+    for node in fused.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            names[node.name] = "T"
+    for argument, node in fused.kwargs.items():
+        if isinstance(node, fx.Node) and node.op == "placeholder":
+            name = vllm_compat.traced_layer_name(node)
+            names[node.name] = f"layer {config.layer_index(name)}" if name else argument
+    return LayerGraph(*(
+        [node._replace(inputs=[names.get(each, each) for each in node.inputs]) for node in nodes]
+        for nodes in (layer.before, layer.after)
+    ))  # fmt: skip
 
 
 def _result(value: torch.Tensor) -> str:

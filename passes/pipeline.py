@@ -216,7 +216,8 @@ def fuse(
     as it was. One that a pass rewrote and the next did not is an error for `contained`."""
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
-    before, kept = describe.last_layer(attention_calls(graph)), left_out(graph, facts_of)
+    calls, kept = attention_calls(graph), left_out(graph, facts_of)
+    layers = {call.name: describe.layer_of(call, calls) for call in calls}
     _trace("before", graph)
     done = _Steps(graph, record)
     canonical = CanonicalizeMLARoPEPass(facts_of)(graph)
@@ -242,7 +243,10 @@ def fuse(
     record.plain_outputs = report.counted(finished.declined)
     project(graph, projections, record, kept)
     if fused.rewritten:
-        record.layer = LayerGraph(before, describe.last_layer(attention))
+        # The last one that fused.
+        name, node = [*canonical.rewritten][-1], [*fused.rewritten.values()][-1]
+        after = describe.layer_of(attention[-1], {*attention_calls(graph), *attention})
+        record.layer = describe.named(LayerGraph(layers[name], after), node)
 
 
 def project(

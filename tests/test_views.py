@@ -16,18 +16,19 @@ from mla_fusion.report.reasons import Decline
 from mla_fusion.report.views import FUSED, KEPT, NEW, REMOVED
 
 OWN = "mla_fusion::fused_aiter_qk_rope_kvcache_q_concat_quant_mla"
+RESULTS = "bf16[T, 128, 192], bf16[T, 1, 64], fp8[T, 128, 576]"  # longer than a panel is wide
 LAYER = LayerGraph(
     before=[
         Node("mm", "aten::mm", ["x"], ", ".join(["bf16[T, 128, 192]"] * 3)),
         Node("other", "aten::relu", ["x"], "bf16[T, 8]"),
-        Node("neg", "aten::neg", ["mm"], "bf16[T, 192]"),
+        Node("neg", "aten::slice", ["mm"], "bf16[T, 192]", "[:, 128:]"),
         Node("auto_functionalized", "vllm::attention", ["neg"], "bf16[T, 512]"),
     ],
     after=[
         Node("mm", "aten::mm", ["x"], ", ".join(["bf16[T, 128, 192]"] * 3)),
         Node("other", "aten::relu", ["x"], "bf16[T, 8]"),
         Node("empty", "aten::empty", [], "fp8[T, 576]"),
-        Node("auto_functionalized_1", OWN, ["mm", "empty"], "bf16[T, 192], fp8[T, 576]"),
+        Node("auto_functionalized_1", OWN, ["mm", "empty"], RESULTS),
         Node("view", "aten::view", ["auto_functionalized_1.1"], "fp8[T, 576]"),
     ],
 )
@@ -67,9 +68,9 @@ def test_text_marks_the_fused_op_and_leaves_out_what_is_far_from_a_change():
     lines = views.text(LAYER)
     assert lines[0].startswith("one layer, 4 ops before, 5 after")
     name = OWN.removeprefix("mla_fusion::")
-    assert f"  * out_1 = {name}(mm, empty) -> bf16[T, 192], fp8[T, 576]" in lines
+    assert f"  * out_1 = {name}(mm, empty) -> {RESULTS}" in lines
     assert "  + view = view(out_1.1) -> fp8[T, 576]" in lines
-    assert "  - neg = neg(mm) -> bf16[T, 192]" in lines
+    assert "  - neg = slice[:, 128:](mm) -> bf16[T, 192]" in lines
     assert any(line.startswith("    mm = mm(x) -> bf16[T, 128, 192], ") for line in lines)
     assert not any("relu" in line for line in lines)
     assert lines.count("      ... 1 kept") == 2
@@ -81,6 +82,7 @@ def test_the_drawing_has_a_row_for_each_op_and_an_arc_for_each_input():
     classes = [g.get("class") for g in tree.iterfind(".//s:g[@class]", space)]
     assert classes == ["kept", "kept", "gone", "gone", "kept", "kept", "new", "fused", "new"]
     assert len(tree.findall(".//s:path", space)) == 2 + 3
+    assert "fp8[T, 128, 576]" in [each.text for each in tree.iterfind(".//s:text", space)]
     # Nothing is drawn outside its panel: a phone shows one panel's width.
     for shown in tree.iterfind(".//s:g[@class]/s:text", space):
         characters = len("".join(shown.itertext()))

@@ -114,10 +114,13 @@ def _names_layers(value: Any) -> bool:
 
 
 def is_chosen(layers: str, layer_name: str) -> bool:
-    """True if `layers`, as in `Options` but not empty, has the layer that vLLM gives this name, as
-    "model.layers.3.self_attn.attn": its index is the first whole number in it."""
-    index = next((int(part) for part in layer_name.split(".") if part.isdecimal()), -1)
-    return any(first <= index <= last for first, last in _spans(layers))
+    """True if `layers`, as in `Options` but not empty, has the layer that vLLM gives this name."""
+    return any(first <= layer_index(layer_name) <= last for first, last in _spans(layers))
+
+
+def layer_index(layer_name: str) -> int:
+    """The first whole number in a name such as "model.layers.3.self_attn.attn", or -1."""
+    return next((int(part) for part in layer_name.split(".") if part.isdecimal()), -1)
 
 
 def misplaced(additional_config: Any) -> list[str]:

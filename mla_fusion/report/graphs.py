@@ -12,6 +12,7 @@ class Node(NamedTuple):
     op: str  # what it calls
     inputs: list[str]  # nodes, also outside the layer; ".1" is the second output of one
     result: str  # such as "bf16[T, 16, 192]", where T is the token count
+    bounds: str = ""  # of a slice, such as "[:, :, 128:192]"
 
 
 class PassOps(NamedTuple):

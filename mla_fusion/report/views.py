@@ -2,6 +2,7 @@
 with a row for each op and arcs for what it reads."""
 
 import html
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,8 @@ _MARKS = {
 }
 # Pixels. A panel fits the smallest phone, and a character of its font is 6.15 wide.
 PANEL_WIDTH, _ROW, _GUTTER, _CHARACTER, _GAP = 360, 18, 56, 6.15, 24
+_LEFT = _GUTTER + 16  # of a text
+_FITS = int((PANEL_WIDTH - _LEFT) / _CHARACTER)  # characters
 _PAGE_STYLE, _STYLE = (
     "\n" + Path(__file__).with_name(name).read_text(encoding="utf-8")
     for name in ("page.css", "svg.css")
@@ -33,7 +36,7 @@ class Row(NamedTuple):
 
     mark: str
     node: Node
-    op: str  # without its namespace: names of torch and vLLM do not clash
+    op: str  # without its namespace: names of torch and vLLM do not clash; with bounds
     reads: list[int]  # the rows whose results it takes
 
 
@@ -49,7 +52,8 @@ def rows(layer: LayerGraph) -> dict[str, list[Row]]:
             if changed == NEW and node.op.startswith(f"{NAMESPACE}::"):
                 mark = FUSED
             reads = {at[name] for each in node.inputs if (name := each.partition(".")[0]) in at}
-            found[stage].append(Row(mark, node, node.op.rpartition("::")[2], sorted(reads)))
+            op = node.op.rpartition("::")[2] + node.bounds
+            found[stage].append(Row(mark, node, op, sorted(reads)))
     return found
 
 
@@ -104,8 +108,7 @@ def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
     middles: list[int] = []
     y = 22
     for row in listed:
-        # The name of an op of ours takes the whole width, so its results are on a line below.
-        height = 2 * _ROW if row.mark == FUSED else _ROW
+        height = _ROW * (1 + len(_below(row)))
         middles.append(y + _ROW // 2)
         out.append(_row(row, y, height))
         y += height
@@ -116,23 +119,35 @@ def _panel(title: str, listed: list[Row]) -> tuple[str, int]:
 
 
 def _row(row: Row, y: int, height: int) -> str:
-    base, left = y + 12, _GUTTER + 16
-    fits = int((PANEL_WIDTH - left) / _CHARACTER)
-    result, box, tail, below = row.node.result, "", "", ""
-    full = escape(f"{row.node.name} = {row.node.op} -> {result or 'nothing'}")
+    base, result, box, tail, below = y + 12, row.node.result, "", "", ""
+    inputs = ", ".join(row.node.inputs)
+    full = escape(f"{row.node.name} = {row.op}({inputs}) -> {result or 'nothing'}")
     style, sign, _ = _MARKS[row.mark]
     if row.mark == FUSED:
         size = f'y="{y}" width="{PANEL_WIDTH - _GUTTER}" height="{height}"'
         box = f'<rect x="{_GUTTER}" {size}/>'
-        cut = result if len(result) <= fits else result[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"
-        below = f'<text class="dim" x="{left}" y="{base + _ROW - 3}">{escape(cut)}</text>'
-    elif result and len(row.op) + len(result) < fits:
+        below = "".join(
+            f'<text class="dim" x="{_LEFT}" y="{base + _ROW * line - 3}">{escape(text)}</text>'
+            for line, text in enumerate(_below(row), 1)
+        )
+    elif result and len(row.op) + len(result) < _FITS:
         tail = f' <tspan class="dim">{escape(result)}</tspan>'
     return (
         f'<g class="{style}"><title>{full}</title>{box}'
         f'<text class="sign" x="{_GUTTER + 4}" y="{base}">{sign}</text>'
-        f'<text x="{left}" y="{base}">{escape(row.op)}{tail}</text>{below}</g>'
+        f'<text x="{_LEFT}" y="{base}">{escape(row.op)}{tail}</text>{below}</g>'
     )
+
+
+def _below(row: Row) -> list[str]:
+    """The results of an op of ours, whose name takes the whole width, as lines of it."""
+    lines = [""]
+    for result in re.split(r"(?<=\]), ", row.node.result) if row.mark == FUSED else ():
+        if lines[-1] and len(lines[-1]) + 2 + len(result) > _FITS:
+            lines.append("")
+        lines[-1] += f", {result}" if lines[-1] else result
+    cut = (x if len(x) <= _FITS else x[: _FITS - 1] + "\N{HORIZONTAL ELLIPSIS}" for x in lines)
+    return [*filter(None, cut)]
 
 
 def _arc(start: int, end: int) -> str:

@@ -140,6 +140,24 @@ def test_record_of_the_ops_before_and_behind_each_pass():
     assert edits.UPDATE in gone and edits.ATTENTION not in gone
 
 
+@pytest.mark.parametrize("layers, last", [("", 2), ("0-1", 1), ("0,2", 2)])
+def test_the_layer_of_a_report_names_what_it_reads(layers, last):
+    """The last one that fused, alone, also if the layer behind or in front of it declined."""
+    spec = Spec(layers=3)
+    module = build(spec)
+    for number, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        node.name = f"arg{number}_1"
+    layer = run_pass(module, spec, 1, BUCKET, layers=layers).layer
+    for nodes in layer.before, layer.after:
+        read = {name for node in nodes for name in node.inputs}
+        assert {name for name in read if "layer" in name} == {f"layer {last}"}
+        assert {"positions", "cos_sin_cache", "k_scale"} <= read
+        assert sum("attention" in node.op for node in nodes) == 1
+    bounds = {(node.op.partition("::")[2], node.bounds) for node in layer.before if node.bounds}
+    slices = {("slice", f"[:, :, {part}]") for part in (f"{graphs.NOPE}:", "::2", "1::2")}
+    assert bounds == slices | {("slice_scatter", f"[:, :, {graphs.NOPE}:]")}
+
+
 def test_record_of_the_last_step(clock):
     seen: list[fx.Graph] = []
     module = build(Spec())
