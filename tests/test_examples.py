@@ -12,12 +12,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
 import accuracy
 import custom_pass
 import pytest
+import torch
+import without_plugin
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.command import run
 
@@ -52,7 +56,8 @@ def test_the_attention_works_alone_and_without_vllm(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, model", [("attention_alone.py", []), ("kernel_alone.py", []), ("custom_pass.py", ["M"])]
+    "name, model",
+    [("attention_alone.py", []), ("kernel_alone.py", []), ("without_plugin.py", ["M"])],
 )
 def test_a_provider_without_its_gpu_is_one_sentence(name, model, monkeypatch, capsys):
     example = importlib.import_module(name.removesuffix(".py"))
@@ -82,7 +87,7 @@ def test_the_passes_work_without_the_plugin(monkeypatch, capsys):
     from tests.passes.fake_engine import DECODE, Engine, assert_same
     from tests.passes.fake_engine import run as run_graph
 
-    config = custom_pass.compilation_config("reference", bucket=8)
+    config = without_plugin.compilation_config("reference", bucket=8)
     assert config.compile_ranges_endpoints == [8]
     assert {*ops.RUNTIME_OPS} <= {*config.splitting_ops}
     fuse = config.inductor_compile_config["post_grad_custom_post_pass"]
@@ -101,12 +106,31 @@ def test_the_passes_work_without_the_plugin(monkeypatch, capsys):
     # The program says so when its engine, here a mock, has answered.
     engine = Mock(generate=lambda *_: [Mock(outputs=[Mock(text="w1")])])
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setattr(sys, "argv", ["custom_pass.py", "MODEL", "--provider", "reference"])
-    monkeypatch.setattr(custom_pass, "LLM", lambda *_, **__: engine)
-    monkeypatch.setattr(custom_pass.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["without_plugin.py", "MODEL", "--provider", "reference"])
+    monkeypatch.setattr(without_plugin, "LLM", lambda *_, **__: engine)
+    monkeypatch.setattr(without_plugin.torch.cuda, "is_available", lambda: True)
     for said in ("tokens 1 to 8: 2 MLA layers, 2 fused", "VLLM_DISABLE_COMPILE_CACHE=1"):
-        custom_pass.main()
+        without_plugin.main()
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("parts, outcome", [
+    (lambda x: (x[:, :4].sin(), x[:, 4:].cos()), "joined"),
+    (lambda x: (x[:, 4:].cos(), x[:, :4].sin()), "joined"),
+    (lambda x: (x[:, :4].sin(), x[:, 5:].cos()), "left as it is: no slice begins where it ends"),
+    (lambda x: (x[:, :4].sin(), x[4:].cos()), "left as it is: no slice begins where it ends"),
+    (lambda x: (x[:, ::2].sin(), x[:, 1::2].cos()), "left as it is: it leaves elements out"),
+    (lambda x: (x[:, 2:].sin(), x[:, 3:].cos()), None),
+])  # fmt: skip
+def test_the_example_of_a_pass(parts, outcome, monkeypatch):
+    monkeypatch.setattr(custom_pass, "OUTCOMES", Counter())
+    x = torch.randn(6, 7)
+    module = make_fx(parts, tracing_mode="fake")(x)
+    custom_pass.SplitHalvesPass()(module.graph)
+    module.recompile()
+    assert ({outcome: 1} if outcome else {}) == custom_pass.OUTCOMES
+    assert ("split_with_sizes" in module.code) == (outcome == "joined")
+    assert all(map(torch.equal, module(x), parts(x)))
 
 
 @pytest.fixture
@@ -187,6 +211,13 @@ def test_offline_llm(tmp_path, model):
     )
     assert re.search(r"'A fused kernel is' -> '.+'", text), text
     assert_all_layers_fused(tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_the_example_of_a_pass_in_an_engine(tmp_path, model):
+    text = run_example("custom_pass.py", model, cwd=tmp_path)
+    assert "\n4 slices joined\n" in text
 
 
 def test_accuracy_counts_the_answers_that_chance_does_not_explain():
