@@ -98,8 +98,8 @@ class _Engines:
             model = tiny_models.write("deepseek-v2-shaped", self.out / "model", **layers)
             self.engine["model"], self.provider = str(model), self.provider or "reference"
 
-    def answer(self, said: str, layers: str) -> child.Outcome:
-        """The answers with these layers fused, all for an empty string."""
+    def answer(self, said: str, layers: str, others: child.Outcome | None = None) -> child.Outcome:
+        """The answers with these layers fused, all for an empty string, compared with `others`."""
         options = {"provider": self.provider, "layers": layers}
         flag = child.flag_on(**{name: value for name, value in options.items() if value})
         self.count += 1
@@ -112,7 +112,9 @@ class _Engines:
         began = time.perf_counter()
         with open(os.devnull, "w") as progress:
             outcome = child.run(job, progress)
-        print(f", {time.perf_counter() - began:.0f} s", end="", flush=True)
+        changed = others and first_difference(others.tokens, outcome.tokens)
+        said = f": {'other' if changed else 'the same'} answers" if others else ""
+        print(f", {time.perf_counter() - began:.0f} s{said}")
         return outcome
 
 
@@ -123,27 +125,21 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def _search(engines: _Engines) -> int:
-    unfused = engines.answer("no layer", _NONE)
-    print()
-    answers = {unfused.layers: engines.answer("all layers", "")}
-    every = answers[unfused.layers]
+    every = engines.answer("all layers", "")
     fused = every.report.decode().fused if every.report else 0
     if not fused:
         why = " ".join(decline.explain() for decline in every.declines)
-        raise UserError(f"no layer fused: {why or 'the logs are in ' + str(engines.out)}")
-
-    def changes(outcome: child.Outcome) -> bool:
-        found = first_difference(unfused.tokens, outcome.tokens)
-        print(f": {'the answers change' if found else 'the same answers'}")
-        return found is not None
-
-    def changes_up_to(layer: int) -> bool:
-        answers[layer] = engines.answer(f"layers 0 to {layer}", f"0-{layer}")
-        return changes(answers[layer])
-
-    if not changes(every):
+        raise UserError(f"no layer fused: {why or f'the logs are in {engines.out}'}")
+    unfused = engines.answer("no layer", _NONE, every)
+    if first_difference(unfused.tokens, every.tokens) is None:
         print(f"no layer changes an answer: {len(unfused.tokens)} prompts, {fused} layers fused")
         return 0
+    answers = {unfused.layers: every}
+
+    def changes_up_to(layer: int) -> bool:
+        answers[layer] = engines.answer(f"layers 0 to {layer}", f"0-{layer}", unfused)
+        return first_difference(unfused.tokens, answers[layer].tokens) is not None
+
     first = bisect_left(range(unfused.layers), True, key=changes_up_to)
     named = f"layer {first} is the first whose fusion changes an answer"
     others = "a draft layer, or a product behind the last attention, is the first that changes one"
