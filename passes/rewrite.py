@@ -120,6 +120,6 @@ def live(graph: fx.Graph, replaced: Iterable[fx.Node] = ()) -> list[fx.Node]:
 
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
-        if stays(node) or any(user in found for user in node.users):
+        if any(user in found for user in node.users) or stays(node):
             found[node] = None
     return [*found]
