@@ -236,7 +236,6 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "kernel_config": {"enable_flashinfer_autotune": False},
         "tensor_parallel_size": job["tp"],
         "decode_context_parallel_size": job["dcp"],
-        "disable_custom_all_reduce": job["tp"] > 1,
         "enable_expert_parallel": job["dp"] > 1,
         "enable_prefix_caching": job["prefix_caching"],
         "seed": 0,
