@@ -10,24 +10,21 @@
 Every engine runs in a process of its own. `fused` (attention `vllm`) is compared with `default`
 (vLLM as it comes) and `cat` (graph partition and vLLM's fuse_rope_kvcache_cat_mla). The exit status
 is 1 if a result is wrong. --plant adds an engine whose provider rotates for the next position,
-which must be found wrong. What the others measure: engine_complete.py, engine_start.py and
-engine_sparse.py.
+which must be found wrong. engine_complete.py, engine_start.py and engine_sparse.py have the others.
 
-With block-fp8 weights `default` and `cat` are equal in every bit: vLLM's ops leave Inductor nothing
-to round. There `tokens` also has the unfused arms `stored` (see engine_complete.py) and `native`,
-in which Inductor compiles quantizations and norms (vLLM's `-quant_fp8`). The widest is the measure,
-and the error is always planted.
+With block-fp8 weights `default` and `cat` are equal in every bit. There `tokens` also has the
+unfused arms `stored` (see engine_complete.py) and `native`, in which Inductor compiles norms and
+quantizations. The widest is the measure, and the error is always planted.
 
 Some configurations of `tokens` also run `portable`: `fused` with this library's persistent decode.
 A profile must show that decode in every layer, and one refresh of its plan in every forward pass.
 
-With --tp N an engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed:
-workers load a plugin by its entry point. With --dcp N too, N of these ranks share a cache (decode
-context parallelism); `cat` is wrong there, because it leaves the tokens of other ranks unrotated,
-and `tp`, vLLM without --dcp, is in its place. With --dp N an engine is N engines with
-data-parallel attention and experts in parallel; in `tokens` they begin their requests at different
-times. All three plant the error in every configuration of `tokens`, and read from the report of
-each rank that it fused every layer.
+With --tp N an engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed.
+With --dcp N too, N of these ranks share a cache; `tp`, vLLM without --dcp, is in the place of
+`cat`, which leaves the tokens of other ranks unrotated. With --dp N an engine is N engines with
+data-parallel attention and experts in parallel; in `tokens` they begin at different times. All
+three plant the error in every configuration of `tokens`, and read from the report of each rank that
+it fused every layer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Compare the greedy tokens of several engines for the same prompts.
 
 `fused` is right if each sequence equals that of an unfused path, or first differs at a near tie,
-where two candidates are closer than the rounding of vLLM's own paths. The same run measures that
-rounding: `default` and other unfused arms (see engine.py) compute the same function with other
-roundings, so the gap between the two best tokens moves from one to the other. The largest such move
-in one context is the limit. The moves between `fused` and `default` are also compared with those
-of the widest unfused arm: their ratio finds an error too small to change a token.
+where two candidates are closer than the rounding of vLLM's own paths: the largest move of the gap
+between the two best tokens from `default` to other unfused arms (see engine.py) in one context. The
+moves between `fused` and `default` are also compared with those of the widest unfused arm: their
+ratio finds an error too small to change a token.
 """
 
 from __future__ import annotations

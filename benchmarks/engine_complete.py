@@ -2,13 +2,12 @@
 
 All engines of a model and a cache type start side by side and keep their requests; at each point
 (batch and context) five rounds measure every arm once, in rotated order, while the others wait.
-Weights that do not fit are one copy, shared by CUDA IPC (`engine_model.share`). A point whose KV
-caches do not fit is left out, with a line. With --layers engines start sooner, and more points fit.
+Weights that do not fit are one copy, shared by CUDA IPC. Points whose KV caches do not fit are left
+out. With --layers engines start sooner, and more points fit.
 
-The noise: DeepSeek-V2-Lite has a second `default` engine, `default2`; the other models have no
-memory for it, and their noise is the spread of the rounds. `--arms` may also name two unfused arms:
-`stored`, which is `cat` with the setting of Inductor that comes with the flag (docs/flags.md), and
-`native`, which with block-fp8 weights alone is a measure (see engine.py).
+The arms are `default` and `auto`, the flag alone, unless `--arms` names others: `default2`, whose
+distance from `default` is the noise, `fused`, `portable`, and the unfused `cat`, `native` (see
+engine.py) and `stored`, which is `cat` with the flag's setting of Inductor (docs/flags.md).
 
 `short` has steps with a prompt of 16 to 128 tokens: alone, behind a cached prefix, beside decodes.
 
@@ -16,14 +15,13 @@ Rows: the median, least and most of the rounds, each the median of 20 steps on t
 graph of the forward pass, or the whole step of a prefill, batch 0, or with drafts of MTP) and their
 mean by the clock, in microseconds; changes of the median are percent of `default`'s. With --tp and
 --dp each rank's graph has its time, `gpu1` of the second, in which it also waits for the others; of
-steps with drafts and --tp only the clock is read. Every arm also continues 12 prompts
-greedily, and the verdict of `engine_compare` on these tokens is in its rows.
+steps with drafts and --tp only the clock is read. The verdict of `engine_compare` on 12 prompts
+that every arm continues is in its rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import statistics
@@ -68,14 +66,13 @@ POINTS = {
         for prompt in (16, 64, 128)
     ],
 }
-ARMS = ("default", "cat", "fused", "portable")
+ARMS = "default,auto"
 BLOCK = 64  # tokens of a KV cache block
 ENGINE_BYTES = 5e9  # of an engine beside weights and KV cache: context, activations, graphs
 ENOUGH = 10e9  # bytes of KV cache for which engines keep weights of their own
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """What one run measures.
 
     layers: as many as fit, twice while an engine loads. gigabytes: weights of a rank of its own
@@ -84,21 +81,20 @@ class Model:
 
     layers: int
     gigabytes: float
-    arms: tuple[str, ...] = ARMS
 
     def cut(self, most: int) -> Model:
         """The model with at most so many layers; all of its own if 0."""
         layers = min(self.layers, most or self.layers)
-        return Model(layers, self.gigabytes * layers / self.layers, self.arms)
+        return Model(layers, self.gigabytes * layers / self.layers)
 
 
 MODELS = {
-    "deepseek-v2-lite": Model(27, 31.5, (*ARMS, "default2")),
+    "deepseek-v2-lite": Model(27, 31.5),
     "glm-4.7-flash": Model(47, 60),
     "deepseek-r1-tp8": Model(40, 54),
-    "deepseek-r1-deep": Model(61, 17, ("default", "auto")),
+    "deepseek-r1-deep": Model(61, 17),
     "r1-dp": Model(16, 8.5),
-    "deepseek-r1-ep": Model(8, 9, ("default", "auto")),
+    "deepseek-r1-ep": Model(8, 9),
 }
 
 
@@ -123,7 +119,7 @@ def measured(
     title: str, name: str, model: Model, cache: str, args: argparse.Namespace, end: float
 ) -> tuple[list[dict[str, Any]], bool]:
     """Rows of one model with one cache type; whether all was right."""
-    arms = args.arms.split(",") if args.arms else model.arms
+    arms = (args.arms or ARMS).split(",")
     room, shared = memory(name, model, args.tp, len(arms))
     per_token = (model.layers + bool(args.drafts)) * 576 * (2 if cache == "auto" else 1)
     rows = 1 + args.drafts

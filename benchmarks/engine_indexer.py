@@ -1,8 +1,8 @@
 """An indexer without kernels for the sparse engines of `benchmarks/engine.py`, and their arms.
 
-vLLM's indexer needs DeepGEMM, which compiles kernels at run time. This one chooses by position
-alone, so all arms choose the same tokens: every token up to `index_topk`, and beyond that one of
-each of so many equal parts of the sequence, the last token among them.
+vLLM's indexer needs DeepGEMM. This one chooses by position alone, so all arms choose the same
+tokens: up to `index_topk` every token, beyond that one of each of so many equal parts of the
+sequence, the last token among them.
 
     other      FLASHMLA_SPARSE as vLLM calls it with 32 heads or more, each token a sequence
     custom     the backend CUSTOM as it comes

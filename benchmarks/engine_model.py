@@ -9,10 +9,9 @@ still depends on attention:
     lm_head             SPREAD / sqrt(hidden) * (G + PEAK * (E shifted by one token)), G like E
     all other weights   uniform between -SCALE and SCALE
 
-The logits of the residual stream are then noise from G with one peak at the successor of the last
-token. PEAK makes it about six standard deviations of that noise high: the largest of 4096 noise
-terms exceeds it in one step of a hundred, and attention decides in which. Beyond four layers, what
-each adds to the stream is scaled down so that their sum stays that of four.
+Logits are then noise from G with a peak at the successor of the last token. PEAK makes it about six
+standard deviations high: the largest of 4096 noise terms exceeds it in one step of a hundred, and
+attention decides in which. Beyond four layers, what each adds is scaled down to the sum of four.
 
 A block fp8 weight is stored FP8_UNIT times as large, with the scale 1 / FP8_UNIT.
 """
@@ -236,7 +235,6 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "kernel_config": {"enable_flashinfer_autotune": False},
         "tensor_parallel_size": job["tp"],
         "decode_context_parallel_size": job["dcp"],
-        "disable_custom_all_reduce": job["tp"] > 1,
         "enable_expert_parallel": job["dp"] > 1,
         "enable_prefix_caching": job["prefix_caching"],
         "seed": 0,

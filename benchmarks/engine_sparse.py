@@ -1,9 +1,8 @@
 """`sparse` of `benchmarks/engine.py`: models shaped as DeepSeek-V3.2, with the backend CUSTOM.
 
 One rank of tensor parallel 8 or of data parallelism, few layers, not compiled, a decode step one
-CUDA graph, and an indexer that chooses by position (`engine_indexer`), because what is compared is
-the decode. A GPU ran it with vLLM 0.26. From 0.29 on the model has a class of its own for CUDA,
-which a CPU ran (tests/sparse/test_engine_model.py).
+CUDA graph, and an indexer that chooses by position (`engine_indexer`). A GPU ran it with vLLM 0.26.
+From 0.29 on the model has a class of its own for CUDA (tests/sparse/test_engine_model.py).
 
 The arms, side by side, then in turns at each point as in `complete`:
 
@@ -17,8 +16,8 @@ The arms, side by side, then in turns at each point as in `complete`:
 Tokens are judged if `default` and `other` run. Over `fp8_ds_mla` CUSTOM takes every step here, so
 `custom` and `ours` are the same: `--arms default,other,custom,shifted`.
 
-The kernels of a step are counted by the profiler with one request and with all: CUSTOM must decode
-every layer of the steps that it takes, with one refresh, and no layer of others.
+By the profiler CUSTOM must decode every layer of the steps that it takes, with one refresh, and no
+layer of others.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """`start` of `benchmarks/engine.py`: seconds until an engine is ready, part by part.
 
 Each arm starts three times in a folder of its own: cold, with all caches empty, then with the
-caches of the starts before. The second start of vLLM 0.26 stores compiled code once more, in
-another folder, because it hashes other source files than the first. As many engines start side by
-side as there are GPUs, each on one of its own. Graphs are captured for vLLM's own list of sizes.
+caches of the starts before. The second start of vLLM 0.26 stores compiled code once more. As many
+engines start side by side as there are GPUs. Graphs are captured for vLLM's own list of sizes.
 
-Rows: seconds from the begin of the process until the engine is ready, and until the first token of
-a prompt; of them `torch.compile` (Dynamo, vLLM's graph and the decode graph), the kernels of this
-library, and the capture of CUDA graphs, in whole seconds.
+Rows: seconds from the begin of the process until the engine is ready, and until the first token; of
+them `torch.compile`, the kernels of this library, and the capture of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_complete import MODELS
+from engine_complete import ARMS, MODELS
 from engine_jobs import devices, finish, job
 from engine_jobs import start as begin
 
@@ -38,7 +36,7 @@ LOGGED = {
 
 def start(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Start the arms of the models that `args.only` names; (rows, how many starts failed)."""
-    arms = (args.arms or "default,auto").split(",")
+    arms = (args.arms or ARMS).split(",")
     wanted = [n for n in MODELS if any(part in n for part in args.only.split(","))]
     work = [(name, arm) for name in wanted for arm in arms]
     end, gpus = time.time() + args.seconds, torch.cuda.device_count()

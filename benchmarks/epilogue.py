@@ -4,10 +4,10 @@
     python benchmarks/epilogue.py --tokens 1 4 --heads 16
 
 This library runs the reduction and, on Hopper where that was not slower, one kernel for product and
-quantization. vLLM runs the same reduction, torch.bmm and, if the result is fp8, its quantization,
-or this library's where vLLM is missing. Calls have distinct W_UV, so that L2 does not hold what an
-engine would have to fetch. Rows named "back" time calls behind each other; rows named "behind" time
-each call behind a decode, and subtract the time of the decode alone."""
+quantization. vLLM runs the same reduction, torch.bmm and, if the result is fp8, its quantization.
+Calls have distinct W_UV, so that L2 does not hold what an engine would have to fetch. Rows named
+"back" time calls behind each other; rows named "behind" time each call behind a decode, and
+subtract the time of the decode alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mla_fusion.attention.plan.epilogue import GROUP
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.cli import positive
 from mla_fusion.measure import distances, records
-from mla_fusion.measure.records import Row, version_of
+from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, capture_calls, interleave
 
 Step = Callable[[Inputs], None]
@@ -82,8 +82,7 @@ def make(case: Case) -> list[Inputs]:
     """Calls that differ in W_UV, behind one plan."""
     tokens, heads, fold = case.tokens, case.heads, -(-case.heads // 64)
     blocks, device = 2 * case.pieces, "cuda"
-    # Planned on the host: every such plan would compile another planner. With half as many CTAs
-    # again as splits, the planner gives each two blocks: one split.
+    # On the host no planner is compiled. With 1.5 CTAs a split, each split has two blocks.
     plan = PersistentDecodePlan.allocate(
         max_batch=tokens, max_query_len=1, num_heads=heads, q_dtype=FP8, kv_dtype=FP8,
         device="cpu", v_head_dim=LATENT, ctas=-(-3 * tokens * fold * case.pieces // 2),
@@ -124,9 +123,6 @@ def vllm(given: Inputs) -> None:
     target = product.view(-1, heads, values).transpose(0, 1)
     torch.bmm(given.out.transpose(0, 1), epilogue.w_uv, out=target)
     if epilogue.scale is None:
-        return
-    if not version_of("vllm"):
-        provider.quantize(product, epilogue)
         return
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Writes from benchmarks/results/*.csv the tables and plots of docs/performance.md, and what
-`attention=auto` decides by: mla_fusion/runtime/gpus/*.json.
+"""Writes from benchmarks/results/*.csv the tables of README.md and docs/performance.md, a plot, and
+what `attention=auto` decides by: mla_fusion/runtime/gpus/*.json.
 
-    python benchmarks/figures.py            all of it (needs matplotlib: the extra `bench`)
-    python benchmarks/figures.py --tables   without the plots
-    python benchmarks/figures.py --rows CSV the JSON of a GPU whose rows are kept there alone
+    python benchmarks/figures.py           all of it (needs matplotlib: the extra `bench`)
+    python benchmarks/figures.py --tables  without the plot
 
-A table is between `<!-- table NAME -->` and `<!-- end -->`; each plot carries the hash of the rows
+A table is between `<!-- table NAME -->` and `<!-- end -->`; the plot carries the hash of the rows
 it was drawn from, so that a test fails when either is older than its source.
 """
 
@@ -15,11 +14,10 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import math
+import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 from mla_fusion.cli.calibrate.tables import tables as shapes_of
 from mla_fusion.cli.calibrate.tables import text
@@ -29,23 +27,31 @@ from mla_fusion.runtime.measured import PAGE as TOKENS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
-IMAGES = ROOT / "docs" / "images"
+PAGES = ROOT / "README.md", ROOT / "docs" / "performance.md"
+PLOT = ROOT / "docs" / "images" / "steps.svg"
 REGION = RESULTS / "region_h200.csv"
 # A decode and the product with W_UV behind it.
 STEPS = RESULTS / "step_h200.csv"
-COMPLETE = RESULTS / "complete_h200.csv"
-RANKS, AUTO = RESULTS / "complete_ranks_h200.csv", RESULTS / "complete_auto_h200.csv"
+AUTO = RESULTS / "complete_auto_h200.csv"
+SERVE = RESULTS / "serve_vllm033_h200.csv"
 PRODUCTS = RESULTS / "complete_products_h200.csv"
 
 Row = dict[str, str]
-PEERS = {
-    "bmm+1": "bmm + 1",
-    "flashinfer": "bmm + FlashInfer",
-    "vllm-40392": "cat",
-    "vllm-unfused": "unfused",
+PEERS = "bmm+1", "flashinfer", "vllm-40392", "vllm-unfused"
+MODELS = {
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "glm-4.7-flash": "GLM-4.7-Flash",
+    "deepseek-r1-tp8": "R1, one rank of 8",
+    "r1-dp": "R1 with 128 heads",
+    "deepseek-r1-ep": "R1 with experts in parallel",
 }
-ARMS = ("fused", "portable")
+# A dark page: the colours of mla_fusion/report/svg.css in place of matplotlib's.
+DARK = """<style>svg { background: #ffffff }
+@media (prefers-color-scheme: dark) { svg { background: #0d1117 } text { fill: #e6edf3 }
+[style*="fill: #ffffff"] { fill: #0d1117 !important }
+[style*="stroke: #000000"] { stroke: #e6edf3 !important }
+[style*="stroke: #b0b0b0"] { stroke: #6e7681 !important } }</style>
+"""
 DECODERS = {"ours": "ours", "triton_mla": "TRITON_MLA", "flashmla": "FlashMLA",
             "fa3": "FlashAttention 3"}  # fmt: skip
 
@@ -56,28 +62,9 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def digest(path: Path) -> str:
-    """The hash that a plot carries of its rows."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-class Region:
-    """Medians of the region benchmark, in microseconds per layer."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.us = {
-            (int(r["tokens"]), int(r["heads"]), r["candidate"]): float(r["p50_us"]) for r in rows
-        }
-        self.floor = {(int(r["tokens"]), int(r["heads"])): float(r["floor_us"]) for r in rows}
-        self.shapes = list(self.floor)
-
-    def after(self, shape: tuple[int, int]) -> float:
-        """Ours after an unrelated kernel, without that kernel's own time."""
-        return self.us[*shape, "plain+triton"] - self.us[*shape, "plain"]
-
-    def best_peer(self, shape: tuple[int, int]) -> float:
-        """Time of the fastest of the others."""
-        return min(self.us[*shape, peer] for peer in PEERS if (*shape, peer) in self.us)
+def digest() -> str:
+    """The hash that the plot carries of its rows."""
+    return hashlib.sha256(PRODUCTS.read_bytes() + AUTO.read_bytes()).hexdigest()[:16]
 
 
 def spread(factors: list[float]) -> str:
@@ -86,50 +73,76 @@ def spread(factors: list[float]) -> str:
 
 
 def region_table(rows: list[Row]) -> list[str]:
-    """How many times faster ours is than the best of the others, by heads, both ways."""
-    region = Region(rows)
+    """How many times faster ours is than the best of the others, by heads: back to back, and after
+    an unrelated kernel, without that kernel's own time."""
+    us = {(int(r["tokens"]), int(r["heads"]), r["candidate"]): float(r["p50_us"]) for r in rows}
+    ours: dict[int, list[float]] = {}
+    after: dict[int, list[float]] = {}
+    for t, h in dict.fromkeys(shape[:2] for shape in us):
+        best = min(us[t, h, peer] for peer in PEERS if (t, h, peer) in us)
+        ours.setdefault(h, []).append(best / us[t, h, "triton"])
+        after.setdefault(h, []).append(best / (us[t, h, "plain+triton"] - us[t, h, "plain"]))
     lines = ["| heads | back to back: mean (least, most) | after another kernel |", "|---|---|---|"]
-    for heads in sorted({h for _, h in region.shapes}):
-        cells = [str(heads)]
-        for ours in (lambda shape: region.us[*shape, "triton"], region.after):
-            factors = [
-                region.best_peer((t, h)) / ours((t, h)) for t, h in region.shapes if h == heads
-            ]
-            cells.append(spread(factors))
-        lines.append(f"| {' | '.join(cells)} |")
-    lost = [
-        f"T={t}, H={h}"
-        for t, h in region.shapes
-        if region.best_peer((t, h)) < max(region.us[t, h, "triton"], region.after((t, h)))
-    ]
-    lines += ["", f"Shapes where the best of the others is faster: {', '.join(lost) or 'none'}."]
-    return lines
+    return lines + [f"| {h} | {spread(ours[h])} | {spread(after[h])} |" for h in sorted(ours)]
 
 
-def complete_table(rows: list[Row], clock: str = "gpu", arms: tuple[str, ...] = ARMS) -> list[str]:
-    """Time of a step of whole models by a clock, by batch: vLLM's default, and in brackets the
-    change of each of `arms` against it, in percent."""
-    points: dict[tuple[str, ...], dict[tuple[int, str], Row]] = {}
+Steps = dict[tuple[int, str], Row]  # by batch and arm
+
+
+def steps(rows: list[Row]) -> dict[tuple[str, ...], Steps]:
+    """The decode steps of each model, layers, vLLM, type of the KV cache and context."""
+    found: dict[tuple[str, ...], Steps] = {}
     for r in rows:
-        if int(r["batch"]):  # not the prefill
+        if int(r["batch"]) and r.get("prompt", "0") == "0":  # no prefill
             cache = "bf16" if r["cache"] == "auto" else r["cache"]
-            point = r["model"], r["vllm"], cache, r["context"]
-            points.setdefault(point, {})[int(r["batch"]), r["arm"]] = r
+            layers = f"{r['layers']} layers" + f" on {r['gpus']} GPUs" * (r["gpus"] != "1")
+            point = MODELS[r["model"]], layers, r["vllm"], cache, r["context"]
+            found.setdefault(point, {})[int(r["batch"]), r["arm"]] = r
+    return found
+
+
+def newest() -> dict[tuple[str, ...], Steps]:
+    """The steps on one GPU with context 1024, of each model's newest vLLM."""
+    every = steps(read(PRODUCTS) + read(AUTO)).items()
+    found = {p: s for p, s in every if p[-1] == "1024" and "GPUs" not in p[1]}
+    last = {model: max(p[2] for p in found if p[0] == model) for model in {p[0] for p in found}}
+    return {point: measured for point, measured in found.items() if point[2] == last[point[0]]}
+
+
+def complete_table(points: dict[tuple[str, ...], Steps]) -> list[str]:
+    """GPU time of a step of whole models by batch: vLLM's default, and in brackets the change with
+    the flag, in percent."""
     batches = sorted({batch for measured in points.values() for batch, _ in measured})
-    head = ["model, vLLM, KV cache, context", *(f"batch {batch}" for batch in batches)]
+    head = ["model, vLLM, KV cache, context, commit", *(f"batch {batch}" for batch in batches)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for point, measured in points.items():
-        cells = [", ".join(point)]
+        cells = [", ".join((*point, next(iter(measured.values()))["commit"]))]
         for batch in batches:
             if (batch, "default") not in measured:
                 cells.append("not run")
                 continue
-            changes = (
-                f"{float(row[f'{clock}_change']):+.1f}" if row else "-"
-                for row in (measured.get((batch, arm)) for arm in arms)
+            time = float(measured[batch, "default"]["gpu_us"])
+            cells.append(f"{time:.0f} ({float(measured[batch, 'auto']['gpu_change']):+.1f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def serve_table(rows: list[Row]) -> list[str]:
+    """Medians of the rounds (least to most) by load: without and with the flag, and a word where
+    their ranges overlap."""
+    columns = {"median_tpot_ms": "TPOT, ms", "median_ttft_ms": "TTFT, ms",
+               "output_throughput": "tokens/s"}  # fmt: skip
+    lines = [f"| requests/s | {' | '.join(columns.values())} |", "|---" * 4 + "|"]
+    for rate in dict.fromkeys(r["rate"] for r in rows):
+        cells = ["all at once" if rate == "inf" else f"{float(rate):.0f}"]
+        for column in columns:
+            off, on = (
+                [float(r[column]) for r in rows if (r["rate"], r["arm"]) == (rate, arm)]
+                for arm in ("default", "auto")
             )
-            time = float(measured[batch, "default"][f"{clock}_us"])
-            cells.append(f"{time:.0f} ({', '.join(changes)})")
+            seen = max(off) < min(on) or max(on) < min(off)
+            told = (f"{median(us):.4g} ({min(us):.4g} to {max(us):.4g})" for us in (off, on))
+            cells.append("; ".join(told) + "; no difference seen" * (not seen))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -166,29 +179,30 @@ def tables() -> dict[str, list[str]]:
     """Name and lines of every table of the page."""
     return {
         "region": region_table(read(REGION)),
-        "complete": complete_table(read(COMPLETE)),
-        "complete-ranks": complete_table(read(RANKS), "wall"),
-        "complete-auto": complete_table(read(PRODUCTS) + read(AUTO), arms=("auto",)),
+        "readme": complete_table(newest()),
+        "complete-auto": complete_table(steps(read(PRODUCTS) + read(AUTO))),
+        "serve": serve_table(read(SERVE)),
         "attention-means": attention_means(read(STEPS)),
     }
 
 
-def written(page: str) -> str:
-    """The page with its tables as the results have them."""
+def written() -> dict[Path, str]:
+    """The pages with their tables as the results have them."""
+    pages = {page: page.read_text() for page in PAGES}
     for name, lines in tables().items():
         text = "\n".join([f"<!-- table {name} -->", *lines, "<!-- end -->"])
-        page, found = re.subn(
-            rf"<!-- table {name} -->.*?<!-- end -->", lambda _, t=text: t, page, flags=re.S
-        )
-        if found != 1:
-            raise SystemExit(f"{PAGE.name} has {found} places for the table {name!r}, not one")
-    return page
+        place = re.compile(rf"<!-- table {name} -->.*?<!-- end -->", re.S)
+        found = [page for page, content in pages.items() for _ in place.findall(content)]
+        if len(found) != 1:
+            raise SystemExit(f"the table {name!r} has {len(found)} places, not one")
+        pages[found[0]] = place.sub(lambda _, t=text: t, pages[found[0]])
+    return pages
 
 
-def shipped(sources: Sequence[Path] = (STEPS,)) -> dict[str, str]:
+def shipped(source: Path = STEPS) -> dict[str, str]:
     """The files of `FOLDER` by name: of ours and of what vLLM chooses there. ValueError: rows are
     of another shape than the files' or of the decode alone, or ours was wrong."""
-    rows = [row for path in sources for row in read(path)]
+    rows = read(source)
     for row in rows:
         shape = int(row["latent"]), int(row["rope"]), int(row["page"])
         right = row["candidate"] != "ours" or float(row["error"]) <= TOLERANCE
@@ -198,67 +212,49 @@ def shipped(sources: Sequence[Path] = (STEPS,)) -> dict[str, str]:
     return {name: text(table) for name, table in shapes_of(chosen).items()}
 
 
-def save(figure, name: str, source: Path) -> None:  # type: ignore[no-untyped-def]
-    """Write an SVG that is the same for the same rows."""
+def draw_steps() -> None:
+    """Bars of the step time by batch, with vLLM's defaults and with the flag, for each model: an
+    SVG that is the same for the same rows."""
     from matplotlib import pyplot
 
-    IMAGES.mkdir(exist_ok=True)
-    figure.tight_layout(rect=(0, 0.07 if figure.legends else 0, 1, 1))
-    metadata = {"Date": None, "Description": f"rows {digest(source)}"}
-    figure.savefig(IMAGES / f"{name}.svg", metadata=metadata)
-    pyplot.close(figure)
-
-
-def draw_region() -> None:
-    """Times over tokens for a small and a large number of heads, and the factor for all."""
-    from matplotlib import pyplot
-
-    region = Region(read(REGION))
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.4))
-    for axis, heads in zip(axes, (16, 128), strict=False):
-        tokens = sorted(t for t, h in region.shapes if h == heads)
-        axis.plot(tokens, [region.floor[t, heads] for t in tokens], "k--", label="floor")
-        axis.plot(tokens, [region.us[t, heads, "triton"] for t in tokens], "o-", label="fused")
-        after = [region.after((t, heads)) for t in tokens]
-        axis.plot(tokens, after, "o:", color="C0", label="fused, after another kernel")
-        for color, (peer, label) in enumerate(PEERS.items(), 1):
-            times = [region.us.get((t, heads, peer), math.nan) for t in tokens]
-            axis.plot(tokens, times, ".-", color=f"C{color}", label=label)
-        axis.set(title=f"{heads} heads", xlabel="tokens", ylabel="µs per layer")
-        axis.set(xscale="log", yscale="log")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=7, fontsize=8)
-    for heads in sorted({h for _, h in region.shapes}):
-        tokens = sorted(t for t, h in region.shapes if h == heads)
-        times = [region.best_peer((t, heads)) / region.us[t, heads, "triton"] for t in tokens]
-        axes[2].plot(tokens, times, "o-", label=f"{heads} heads")
-    axes[2].axhline(1, color="k", lw=0.8)
-    axes[2].set(title="times faster than the best peer", xlabel="tokens", xscale="log")
-    axes[2].set_ylim(bottom=0)
-    axes[2].legend(fontsize=7)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.set_xticks(tokens, [str(t) for t in tokens])
-        axis.minorticks_off()
-    save(figure, "region", REGION)
+    pyplot.rcParams |= {"backend": "svg", "svg.hashsalt": "mla-fusion", "svg.fonttype": "none"}
+    points = newest()
+    figure, axes = pyplot.subplots(1, len(points), figsize=(10, 3.4))
+    arms = {"default": ("vLLM", "#8c959f"), "auto": ("with the flag", "#1f77b4")}
+    for axis, (point, measured) in zip(axes, points.items(), strict=True):
+        batches = sorted({batch for batch, _ in measured})
+        for left, (arm, (label, color)) in enumerate(arms.items()):
+            times = [float(measured[batch, arm]["gpu_us"]) / 1000 for batch in batches]
+            places = [place + 0.4 * left for place in range(len(batches))]
+            axis.bar(places, times, 0.38, color=color, label=label)
+        for place, batch in enumerate(batches):
+            change = float(measured[batch, "auto"]["gpu_change"])
+            top = max(float(measured[batch, arm]["gpu_us"]) for arm in arms) / 1000
+            axis.text(place + 0.2, top, f"{change:+.1f} %", ha="center", va="bottom", fontsize=7)
+        axis.margins(y=0.1)
+        axis.set_xticks([place + 0.2 for place in range(len(batches))], [str(b) for b in batches])
+        axis.set_title("{}, {}\nvLLM {}".format(*point), fontsize=9)
+        axis.set(xlabel="requests at once", ylabel="ms a step", axisbelow=True)
+        axis.grid(axis="y", alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    drawn = io.StringIO()
+    metadata = {"Date": None, "Description": f"rows {digest()}"}
+    figure.savefig(drawn, format="svg", metadata=metadata)
+    PLOT.write_text(drawn.getvalue().replace(" <defs>", DARK + " <defs>", 1))
 
 
 def main() -> None:
     """Bring all up to their source."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="do not draw")
-    parser.add_argument("--rows", type=Path, nargs="+", help="write their JSON alone")
     options = parser.parse_args()
-    for name, content in shipped(options.rows or (STEPS,)).items():
+    for name, content in shipped().items():
         (FOLDER / name).write_text(content)
-    if options.rows:
-        return
-    PAGE.write_text(written(PAGE.read_text()))
+    for page, content in written().items():
+        page.write_text(content)
     if not options.tables:
-        import matplotlib
-
-        matplotlib.use("svg")
-        matplotlib.rcParams.update({"svg.hashsalt": "mla-fusion", "svg.fonttype": "none"})
-        draw_region()
+        draw_steps()
 
 
 if __name__ == "__main__":

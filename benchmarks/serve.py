@@ -3,14 +3,12 @@
 
     python benchmarks/serve.py OUT.csv
 
-An OpenAI server of vLLM runs for each arm of `benchmarks/engine.py`, side by side on one GPU, with
-an fp8 cache and the made-up weights of engine_model.py. Each load of `vllm bench serve` (random
-prompts of 1024 tokens, 256 tokens out, an arrival rate) then goes to one server at a time, for
-`--rounds` rounds in alternating order; the other servers are idle. mla_fusion must be installed:
-vLLM loads it by its entry point. The exit status is 1 if a layer is not fused.
+A server of vLLM runs for each arm of `benchmarks/engine.py`, side by side on one GPU, with an fp8
+cache and the weights of engine_model.py. Each load of `vllm bench serve` (random prompts of 1024
+tokens, 256 tokens out, an arrival rate) goes to one server at a time, in alternating order.
+mla_fusion must be installed. The exit status is 1 if a layer is not fused.
 
-Rows: times per output token (TPOT) and to the first one (TTFT) in milliseconds, tokens and requests
-a second.
+Rows: times per output token and to the first one in milliseconds, tokens and requests a second.
 """
 
 from __future__ import annotations
@@ -53,12 +51,8 @@ class Server:
 
     arm: str
     folder: Path
-    port: int
+    url: str
     process: subprocess.Popen[bytes]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
 
 def main() -> None:
@@ -112,7 +106,7 @@ def serve(arm: str) -> Server:
             [*command, "--port", str(port)], env=environment, cwd=folder, stdout=log,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    return Server(arm, folder, port, process)
+    return Server(arm, folder, f"http://127.0.0.1:{port}", process)
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
@@ -128,7 +122,7 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """A tokenizer of `size` words "t0", "t1", ... that no prompt can confuse."""
+    """A tokenizer of `size` words "t0", "t1", ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from mla_fusion import cli, report
-from mla_fusion.attention import cards
 from mla_fusion.cli import child
-from mla_fusion.cli.doctor import command as doctor
 from tests.cli.test_check import V3, checked  # noqa: F401  a fixture
-from tests.gpus import described
 from tests.test_docs import ROOT, TEXT, code_of
 
 PAGE = TEXT["docs/commands.md"]
@@ -23,24 +20,6 @@ PAGE = TEXT["docs/commands.md"]
 
 def shows(lines, page=PAGE):
     assert "\n".join(["```", *lines, "```"]) in page, "\n".join(lines)
-
-
-def test_doctor(monkeypatch):
-    """The environment of docs/performance.md, with a VLLM_PLUGINS that lacks the plugin."""
-    missing = "the module aiter is missing: install ROCm's AITER"
-    found = {
-        **{"vllm": "0.26.0", "torch": "2.11.0+cu130", "triton": "3.6.0", "aiter": ""},
-        **{"aiter_offers": {}, "platform": "cuda", "device": "NVIDIA H200", "arch": "sm_90"},
-        **{"fp8": "float8_e4m3fn", "default": "triton", "vllm_error": ""},
-        "providers": {"reference": "", "triton": "", "aiter": missing},
-        "decodes": [card.name for card in cards.of(described("sm_90"))],
-        "plugin": "VLLM_PLUGINS=other leaves it out: add mla_fusion, or unset it",
-    }
-    monkeypatch.setattr(doctor, "probe", lambda: found)
-    lines = doctor.lines(doctor.examine())
-    [trouble] = [at for at, line in enumerate(lines) if line.startswith("known trouble")]
-    assert lines[trouble + 1 :]
-    shows([*lines[: trouble + 1], "  ..."])
 
 
 def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, checked):  # noqa: F811
@@ -54,7 +33,7 @@ def test_check_of_a_model_that_fuses(monkeypatch, tmp_path, checked):  # noqa: F
 
 def test_the_log_line(caplog):
     caplog.set_level(logging.INFO, logger="vllm.mla_fusion")
-    made = report.Report("triton", 128, [report.RangeReport((1, 128), 61, 61)])
+    made = report.Report("triton", 1024, [report.RangeReport((1, 1024), 27, 27)])
     report.publish(made, "V3", False)
     shows(caplog.messages, TEXT["docs/operate.md"])
 

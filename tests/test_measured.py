@@ -28,7 +28,7 @@ def test_rows_of_a_wrong_kernel_or_another_shape_do_not_ship(tmp_path, change):
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(",".join(each) for each in (row, (row | change).values())))
     with pytest.raises(ValueError, match="not a row"):
-        figures.shipped([path])
+        figures.shipped(path)
 
 
 def test_rows_of_all_widths_of_w_uv_decide_against_each_peer(tmp_path):

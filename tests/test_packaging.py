@@ -90,7 +90,7 @@ def test_the_package_page_has_no_link_that_leads_nowhere(wheel):
     assert targets and all(target.startswith("https://") for target in targets), targets
     headings = re.findall(r"^#+ .*", (ROOT / "README.md").read_text(), re.M)
     assert re.findall(r"^#+ .*", page, re.M) == headings
-    assert "Performance has more models and the method of measurement." in page
+    assert "Performance has other models, a server, and the method." in page
     words = re.sub(r"!\[.+|\[([^]]+)\]\((?!https:)[^)]+\)", r"\1", (ROOT / "README.md").read_text())
     assert page.split() == words.split()
 

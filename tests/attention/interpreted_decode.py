@@ -14,6 +14,7 @@ from mla_fusion.attention.plan import planner_triton
 from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.attention.sparse import sparse_mla_decode
+from mla_fusion.cli.bench.read_kernel import WORDS, read_call
 from mla_fusion.cli.selftest import decode, planner, sparse
 from mla_fusion.cli.selftest.sparse import Variant
 from mla_fusion.measure.distances import distance
@@ -164,3 +165,11 @@ def test_no_page_index_is_written_behind_the_buffer():
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
     entries_kernel.write_entries(found, kv_indptr, table, 8)
     assert found[29] == 4 * 8 + 5 and found[39] == 6 * 8 + 1
+
+
+def test_the_read_of_the_benchmark_reads_every_word_of_its_cache():
+    caches = [torch.randint(-128, 128, (3, 64, 576), dtype=torch.int8).view(FN) for _ in range(2)]
+    call, sums = read_call(caches)
+    call(1)
+    parts = caches[1].view(torch.int32).flatten().split(WORDS)
+    assert sums.tolist() == [int(part.sum(dtype=torch.int32)) for part in parts] and len(parts) > 1

@@ -22,6 +22,7 @@ from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel as portable
 from mla_fusion.attention.triton import reduce_kernel
+from mla_fusion.cli.bench.read_kernel import WORDS, read_words
 from mla_fusion.gpu import triton_version
 from tests.attention.decodes import BF16, FN
 from tests.attention.without_memory import inputs, launch_of, meta, report
@@ -143,6 +144,13 @@ def test_pieces_are_read_when_the_decode_has_ended(epilogue):
     splits = [i for i, name in enumerate(order) if name in ("LDG.128", "STG")]
     assert order.index("ACQBULK") < splits[0] and order[splits[0]] == "LDG.128", order
     assert "ACQBULK" not in order[splits[0] : splits[-1]], order
+
+
+def test_the_read_of_the_benchmark_has_16_bytes_a_load():
+    count = 2048 * 9216
+    words, sums = (meta(n, dtype=torch.int32) for n in (count, 2304))
+    result = compile_report("sm_90", read_words, [words, sums, count, WORDS], {"num_warps": 8})
+    assert result.wide_loads == WORDS // (4 * 32 * 8) and result.narrow_loads == 0, result
 
 
 @pytest.mark.nightly

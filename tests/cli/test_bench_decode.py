@@ -43,9 +43,10 @@ def no_package(inputs):
 
 @pytest.fixture
 def gpu(monkeypatch, on_cpu):
-    """A pretended GPU: ours takes 2 us, a peer 3 us; the candidates, by type, to be changed."""
+    """A pretended GPU: ours takes 2 us, a peer 3 us, a read 1.6 us; the candidates, by type, to be
+    changed."""
     timing.say_once.cache_clear()
-    times = {"ours": 2.0}
+    times = {"ours": 2.0, "read": 1.6}
     offered = {
         peers.BF16: {"ours": peers.ours, "triton_mla": right, "flashmla": right, "fa3": no_package},
         peers.FP8: {"ours": peers.ours, "triton_mla": right, "flashmla": wrong},
@@ -116,7 +117,11 @@ def test_rows_lines_and_summary(gpu, capsys, tmp_path):
     assert {(r["batch"], r["ragged"]) for r in rows} == {("1", "0"), ("16", "0"), ("16", "1")}
     found = {(r["latent"], r["rope"], r["page"], r["commit"]) for r in rows}
     assert found == {("32", "16", "64", "abc")}
-    assert {(r["p20_us"], r["p50_us"]) for r in rows if r["candidate"] == "ours"} == {("2", "2")}
+    names = "p20_us", "p50_us", "of_read"
+    ours = {tuple(r[name] for name in names) for r in rows if r["candidate"] == "ours"}
+    assert (
+        ours == {("2", "2", "1.25")} and printed.count("GB/s, 1.25 of a read, ") == len(rows) // 3
+    )
     assert all(float(r["error"]) < 4e-3 for r in rows if r["candidate"] == "ours")
     lines = [line for line in printed.splitlines() if " H=2 " in line and "GB/s" in line]
     assert len(lines) == 6 and sum("ragged" in line for line in lines) == 2

@@ -28,8 +28,6 @@ DECLINES = {
 }
 # A setting of docs/compatibility.md that is no variable of vLLM -> arguments of its engine.
 ARGUMENTS = {
-    "use_fp64_gumbel": {"use_fp64_gumbel": True},
-    "seed": {"seed": 1},
     '"deterministic"': {"compilation": {"inductor_compile_config": {"deterministic": True}}},
     "torch.use_deterministic_algorithms": {},
 }

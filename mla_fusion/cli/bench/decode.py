@@ -2,8 +2,9 @@
 
 Calls are on distinct caches, so that the L2 cache does not hold what an engine would have to fetch;
 results are checked against float64 attention. The column `vllm_default` marks what vLLM chooses on
-Hopper. With `--values` a call is decode and product with a W_UV of its own, and the column `values`
-has its columns for a head; 0 marks the decode alone."""
+Hopper. `of_read` is the time over that of a plain read of the same cache, in the same turns. With
+`--values` a call is decode and product with a W_UV of its own, and the column `values` has its
+columns for a head; 0 marks the decode alone."""
 
 import argparse
 import dataclasses
@@ -27,8 +28,8 @@ from mla_fusion.measure.timing import TIMES, Ceilings
 
 STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
 CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
-RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "tflops", "error"]
-OURS = "ours"
+RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "of_read", "tflops", "error"]
+OURS, READ = "ours", "read"
 MOST_TOKENS = 2**24  # of a step: those that an H200 holds, with 14 layers of 576 bytes a token
 TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
@@ -93,6 +94,8 @@ def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Cas
 
 def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
     """Rows of one case, and a line; names: of `CANDIDATES`."""
+    from mla_fusion.cli.bench.read_kernel import read_call
+
     shape = f"{case.batch:4d} x {case.context:6d}{' ragged' if case.ragged else ''} {case.name}"
     try:
         inputs = peers.make(case)
@@ -103,13 +106,19 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
     known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
     candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
     rows, told, work = [], [], (case.bytes(), case.flops())
-    for name, error, times in timing.compare(
-        candidates, lambda name: peers.build(inputs, candidates[name]), len(inputs.caches), rounds
-    ):
+
+    def build(name: str) -> tuple[timing.Call, float]:
+        if name == READ:
+            return read_call(inputs.caches)[0], 0.0
+        return peers.build(inputs, candidates[name])
+
+    (_, _, read), *timed = timing.compare((READ, *candidates), build, len(inputs.caches), rounds)
+    for name, error, times in timed:
         row = known | timing.rates(*work, times) | {"candidate": name, "error": error}
+        row["of_read"] = times["p50_us"] / read["p50_us"]
         rows.append(row | {"vllm_default": int(name == default)})
         mark = "" if is_right(row) else "!"
-        rate = f"({row['gbps']:.0f} GB/s, {row['tflops']:.0f} TF)"
+        rate = f"({row['gbps']:.0f} GB/s, {row['of_read']:.2f} of a read, {row['tflops']:.0f} TF)"
         told.append(f"{name} {row['p50_us']:.1f} {rate}{mark}")
     print(f"{shape}: {' | '.join(told) or 'nothing'}", flush=True)
     return rows
