@@ -69,7 +69,7 @@ def digest() -> str:
 
 def spread(factors: list[float]) -> str:
     """The geometric mean, the least and the most."""
-    return f"{geometric_mean(factors):.2f}x ({min(factors):.2f}, {max(factors):.2f})"
+    return f"{geometric_mean(factors):.2f}x ({min(factors):.2f}-{max(factors):.2f})"
 
 
 def region_table(rows: list[Row]) -> list[str]:
@@ -82,7 +82,7 @@ def region_table(rows: list[Row]) -> list[str]:
         best = min(us[t, h, peer] for peer in PEERS if (t, h, peer) in us)
         ours.setdefault(h, []).append(best / us[t, h, "triton"])
         after.setdefault(h, []).append(best / (us[t, h, "plain+triton"] - us[t, h, "plain"]))
-    lines = ["| heads | back to back: mean (least, most) | after another kernel |", "|---|---|---|"]
+    lines = ["| heads | back to back: mean (range) | after another kernel |", "|---|---|---|"]
     return lines + [f"| {h} | {spread(ours[h])} | {spread(after[h])} |" for h in sorted(ours)]
 
 
@@ -141,7 +141,7 @@ def serve_table(rows: list[Row]) -> list[str]:
                 for arm in ("default", "auto")
             )
             seen = max(off) < min(on) or max(on) < min(off)
-            told = (f"{median(us):.4g} ({min(us):.4g} to {max(us):.4g})" for us in (off, on))
+            told = (f"{median(us):.4g} ({min(us):.4g}-{max(us):.4g})" for us in (off, on))
             cells.append("; ".join(told) + "; no difference seen" * (not seen))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -162,7 +162,7 @@ def attention_means(rows: list[Row]) -> list[str]:
         name = f"{heads} x {queries}" if queries > 1 else str(heads)
         for peer in each.keys() & DECODERS.keys() - {"ours"}:
             factors = [us / each["ours"][shape] for shape, us in each[peer].items()]
-            lost = f"{sum(factor < 1 for factor in factors)} of {len(factors)}"
+            lost = f"{sum(factor < 1 for factor in factors)}/{len(factors)}"
             cells.setdefault(name, {})[dtype, peer] = f"{spread(factors)}; {lost}"
     measured = {key for of_heads in cells.values() for key in of_heads}
     keys = [(t, peer) for t in ("bf16", "fp8") for peer in DECODERS if (t, peer) in measured]

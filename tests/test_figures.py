@@ -33,5 +33,5 @@ def test_a_difference_of_a_server_is_seen_if_no_ranges_overlap(flag, seen):
         for time in times
     ]
     [*_, line] = figures.serve_table(rows)
-    assert line.startswith(f"| 8 | 3.5 (3 to 4); {sum(flag) / 2:.4g} ({flag[0]} to {flag[1]})")
+    assert line.startswith(f"| 8 | 3.5 (3-4); {sum(flag) / 2:.4g} ({flag[0]}-{flag[1]})")
     assert line.count("no difference seen") == (0 if seen else 3)
