@@ -1,8 +1,8 @@
 """`start` of `benchmarks/engine.py`: seconds until an engine is ready, part by part.
 
-Each arm starts three times in a folder of its own: cold, with all caches empty, then with the
-caches of the starts before. The second start of vLLM 0.26 stores compiled code once more. As many
-engines start side by side as there are GPUs. Graphs are captured for vLLM's own list of sizes.
+Each arm starts three times in a folder of its own: cold, with all caches empty, then, once all arms
+have, with the caches of the starts before. The second start of vLLM 0.26 stores compiled code once
+more. As many engines start side by side as there are GPUs, and capture vLLM's own list of sizes.
 
 Rows: seconds from the begin of the process until the engine is ready, and until the first token; of
 them `torch.compile`, the kernels of this library, and the capture of CUDA graphs.
@@ -27,6 +27,7 @@ from mla_fusion.cli import child
 if TYPE_CHECKING:
     import argparse
 
+STATES = ("cold", "second", "warm")
 # Column -> the log's line that has its seconds.
 LOGGED = {
     "kernels_s": r"mla-fusion: kernels ready in ([\d.]+) s",
@@ -38,40 +39,40 @@ def start(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Start the arms of the models that `args.only` names; (rows, how many starts failed)."""
     arms = (args.arms or ARMS).split(",")
     wanted = [n for n in MODELS if any(part in n for part in args.only.split(","))]
-    work = [(name, arm) for name in wanted for arm in arms]
-    end, gpus = time.time() + args.seconds, torch.cuda.device_count()
+    folders = {(name, arm): tempfile.mkdtemp() for name in wanted for arm in arms}
+    end, gpus, rows = time.time() + args.seconds, torch.cuda.device_count(), list[dict[str, Any]]()
     with ThreadPoolExecutor(gpus) as pool:
-        # An even number of GPUs: the arms of a model start side by side.
-        made = [
-            pool.submit(starts, name, arm, devices(index % gpus, 1), args.layers, end)
-            for index, (name, arm) in enumerate(work)
-        ]
-        rows = [row for each in made for row in each.result()]
-    return rows, 3 * len(work) - len(rows)
+        for state in STATES:  # of all arms: a cold start beside a warm one would look shorter
+            made = [
+                pool.submit(once, *work, state, folder, devices(i % gpus, 1), args.layers, end)
+                for i, (work, folder) in enumerate(folders.items())
+            ]
+            rows += (found := [row for each in made if (row := each.result())])
+            folders = {(r["model"], r["arm"]): folders[r["model"], r["arm"]] for r in found}
+    return rows, len(STATES) * len(wanted) * len(arms) - len(rows)
 
 
-def starts(name: str, arm: str, device: str, layers: int, end: float) -> list[dict[str, Any]]:
-    """The rows of an arm's three starts."""
-    folder, rows = tempfile.mkdtemp(), []
+def once(
+    name: str, arm: str, state: str, folder: str, device: str, layers: int, end: float
+) -> dict[str, Any] | None:
+    """The row of one start of an arm; None if it failed."""
     options = {
         "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(layers).layers,
         "device": device, "folder": folder, "seqs": 128, "capture": [], "max_tokens": 8192,
         "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_CACHE_DIR": f"{folder}/triton"},
     }  # fmt: skip
-    for state in ("cold", "second", "warm"):
-        began = time.time()
-        result = finish(*begin(job(**options)), max(0.0, end - began))
-        if "error" in result:
-            print(f"== {name}, {arm}, {state}: FAILED\n{result['error']}", flush=True)
-            break
-        rows.append(
-            {"model": name, "layers": options["layers"], "arm": arm, "start": state,
-             "ready_s": round(result["ready"] - began, 1),
-             "token_s": round(result["token"] - began, 1),
-             "compile_s": round(result["compile"], 1), **logged(Path(folder, child.LOG))}
-        )  # fmt: skip
-        print(f"   {rows[-1]}", flush=True)
-    return rows
+    began = time.time()
+    result = finish(*begin(job(**options)), max(0.0, end - began))
+    if "error" in result:
+        print(f"== {name}, {arm}, {state}: FAILED\n{result['error']}", flush=True)
+        return None
+    row = {
+        "model": name, "layers": options["layers"], "arm": arm, "start": state,
+        "ready_s": round(result["ready"] - began, 1), "token_s": round(result["token"] - began, 1),
+        "compile_s": round(result["compile"], 1), **logged(Path(folder, child.LOG)),
+    }  # fmt: skip
+    print(f"   {row}", flush=True)
+    return row
 
 
 def logged(log: Path) -> dict[str, str]:
