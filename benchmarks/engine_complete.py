@@ -94,12 +94,11 @@ MODELS = {
     "deepseek-r1-tp8": Model(40, 54),
     "deepseek-r1-deep": Model(61, 17),
     "r1-dp": Model(16, 8.5),
-    "deepseek-r1-ep": Model(8, 9),
 }
 
 
 class EngineEnded(Exception):
-    """An engine ended before its turn; holds the arm."""
+    """An engine ended before its turn; holds the arm and the rank."""
 
 
 def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
@@ -163,7 +162,7 @@ def timed(
     told: what the rows of an arm say beside its times.
     """
     rows: list[dict[str, Any]] = []
-    failed = ""
+    right = True
     try:
         for point in points if engines else ():
             if time.time() > end:
@@ -173,12 +172,12 @@ def timed(
             print(f"   {title}, {point}: {times}", flush=True)
             rows += [{"arm": arm, **point._asdict(), **times[arm], **told[arm]} for arm in engines]
     except EngineEnded as ended:
-        failed = str(ended)
-        print(f"== {title}, {failed}: FAILED\n{finish(*engines[failed][0], ENDS)['error']}")
-        engines[failed].pop(0)
+        right, (arm, rank) = False, ended.args
+        error = finish(*engines[arm].pop(rank), ENDS)["error"]
+        print(f"== {title}, {arm}: FAILED\n{error}")
     for engine in [engine for ranks in engines.values() for engine in ranks]:
         finish(*engine, seconds=0)
-    return rows, not failed
+    return rows, right
 
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def turn(engines: dict[str, list[Engine]], arm: str, line: str) -> dict[str, flo
     times: dict[str, float] = {}
     for rank, (_, process) in enumerate(engines[arm]):
         if not (answer := process.stdout.readline()):
-            raise EngineEnded(arm)
+            raise EngineEnded(arm, rank)
         taken = json.loads(answer)
         times |= {f"gpu{rank}": taken["gpu"]} if rank and taken else taken
     return times

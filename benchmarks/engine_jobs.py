@@ -62,26 +62,24 @@ def finish(
 
 
 def ready(engines: dict[str, list[Engine]], end: float) -> dict[str, dict[str, Any]]:
-    """What the ranks of each arm send once they are ready, joined. An arm of which one ends before,
-    or is not ready at `end` by the clock, is printed with the end of its log and left out of
-    `engines`.
+    """The answers of the arms whose ranks are all ready. An arm with a rank that ends before, or is
+    not ready at `end` by the clock, is ended, printed with that rank's log, and leaves `engines`.
     """
-    waiting = {process.stdout: arm for arm, ranks in engines.items() for _, process in ranks}
+    waiting = {rank[1].stdout: (arm, rank) for arm, ranks in engines.items() for rank in ranks}
     lines: dict[Any, dict[str, Any]] = {}
     while waiting:
         streams = wait(list(waiting), timeout=max(0.0, end - time.time()))
-        for stream in streams or list(waiting):
-            if (arm := waiting.pop(stream, "")) not in engines:
-                continue
-            if line := stream.readline() if streams else "":
-                lines[stream] = json.loads(line)
-                continue
-            errors = [finish(*e, seconds=ENDS if streams else 0)["error"] for e in engines.pop(arm)]
-            print(f"== {arm}: FAILED\n{errors[0]}", flush=True)
-    return {
-        arm: joined([lines[process.stdout] for _, process in ranks])
-        for arm, ranks in engines.items()
-    }
+        stream = (streams or [*waiting])[0]
+        arm, rank = waiting.pop(stream)
+        if line := stream.readline() if streams else "":
+            lines[stream] = json.loads(line)
+            continue
+        print(f"== {arm}: FAILED\n{finish(*rank, ENDS if streams else 0)['error']}", flush=True)
+        for other in engines.pop(arm):
+            if other is not rank:
+                waiting.pop(other[1].stdout, None)
+                finish(*other, seconds=0)
+    return {arm: joined([lines[r[1].stdout] for r in ranks]) for arm, ranks in engines.items()}
 
 
 def start_ranks(options: dict[str, Any]) -> list[Engine]:

@@ -112,11 +112,6 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["deepseek-r1-deep"] = {
     **MODELS["deepseek-r1-tp8"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
 }  # fmt: skip
-# One rank of data-parallel attention with expert parallel, all heads; 16 of the 256 experts.
-MODELS["deepseek-r1-ep"] = {
-    **_checkpoint("deepseek-v3"), "n_routed_experts": 16, "n_group": 1, "topk_group": 1,
-    "vocab_size": 16160,
-}  # fmt: skip
 # What tensor parallelism divides: a model of one rank has this N times for N ranks.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
             "moe_intermediate_size", "vocab_size")  # fmt: skip

@@ -43,7 +43,6 @@ MODELS = {
     "glm-4.7-flash": "GLM-4.7-Flash",
     "deepseek-r1-tp8": "R1, one rank of 8",
     "r1-dp": "R1 with 128 heads",
-    "deepseek-r1-ep": "R1 with experts in parallel",
 }
 # A dark page: the colours of mla_fusion/report/svg.css in place of matplotlib's.
 DARK = """<style>svg { background: #ffffff }
@@ -93,18 +92,17 @@ def steps(rows: list[Row]) -> dict[tuple[str, ...], Steps]:
     """The decode steps of each model, layers, vLLM, type of the KV cache and context."""
     found: dict[tuple[str, ...], Steps] = {}
     for r in rows:
-        if int(r["batch"]) and r.get("prompt", "0") == "0":  # no prefill
+        if int(r["batch"]):  # no prefill
             cache = "bf16" if r["cache"] == "auto" else r["cache"]
-            layers = f"{r['layers']} layers" + f" on {r['gpus']} GPUs" * (r["gpus"] != "1")
-            point = MODELS[r["model"]], layers, r["vllm"], cache, r["context"]
+            point = MODELS[r["model"]], f"{r['layers']} layers", r["vllm"], cache, r["context"]
             found.setdefault(point, {})[int(r["batch"]), r["arm"]] = r
     return found
 
 
 def newest() -> dict[tuple[str, ...], Steps]:
-    """The steps on one GPU with context 1024, of each model's newest vLLM."""
+    """The steps with context 1024, of each model's newest vLLM."""
     every = steps(read(PRODUCTS) + read(AUTO)).items()
-    found = {p: s for p, s in every if p[-1] == "1024" and "GPUs" not in p[1]}
+    found = {p: s for p, s in every if p[-1] == "1024"}
     last = {model: max(p[2] for p in found if p[0] == model) for model in {p[0] for p in found}}
     return {point: measured for point, measured in found.items() if point[2] == last[point[0]]}
 

@@ -2,10 +2,14 @@
 
 import argparse
 import math
+import subprocess
+import sys
+import time
 
 import engine
 import engine_compare
 import engine_complete
+import engine_jobs
 import pytest
 from engine_jobs import job
 
@@ -131,3 +135,34 @@ def test_complete_judges_layers_and_takes_changes_of_medians_against_default():
     assert engine_complete.columns(ours, default) == {
         "gpu_us": 11, "gpu_min": 9, "gpu_max": 13, "gpu_change": -8.33
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_an_arm_of_which_one_rank_fails_leaves_the_others(fails, monkeypatch, capsys):
+    """The rank that failed is shown, and its peers are ended, which would wait for it forever."""
+    ended = []
+
+    def finish(work, process, seconds):
+        ended.append((work, seconds))
+        process.kill()
+        process.communicate()
+        return {"error": f"log of {work}"} if seconds else {}
+
+    def engine(work, answer):
+        program = f"import time; print({answer!r}, flush=True); time.sleep(99)" if answer else ""
+        command = [sys.executable, "-c", program]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return work, subprocess.Popen(command, **pipes)
+
+    monkeypatch.setattr(engine_jobs, "finish", finish)
+    answers = ['{"tokens": [1], "top": [0]}', '{"tokens": [2], "top": [0]}']
+    broken = [engine(f"broken{i}", "" if i == fails else answers[i]) for i in range(2)]
+    whole = [engine(f"whole{i}", answers[i]) for i in range(2)]
+    engines = {"broken": broken, "whole": whole}
+    assert engine_jobs.ready(engines, time.time() + 60) == {
+        "whole": {"tokens": [1, 2], "top": [0, 0]}
+    }
+    assert [*engines] == ["whole"] and f"log of broken{fails}" in capsys.readouterr().out
+    assert ended == [(f"broken{fails}", engine_jobs.ENDS), (f"broken{1 - fails}", 0)]
+    for work, process in whole:
+        finish(work, process, 0)
