@@ -73,8 +73,8 @@ class Outcome:
 
     @property
     def declines(self) -> list[Decline]:
-        """The declines of the report, or without one that of the warning that switched the flag
-        off."""
+        """Why layers stayed unfused, from the report. If none was stored, the reason in the warning
+        that switched the flag off."""
         if self.report:
             uncompiled = [Decline("no-graph")] if self.report.uncompiled else []
             return [*counted(self.report.decode().declined, uncompiled)]

@@ -137,10 +137,13 @@ def facts(
 ) -> LayerFacts:  # fmt: skip
     """The facts of one `MLAAttention` layer of vLLM after its weights were loaded.
 
-    `model` is the type of the model's activations, which a layer has whose W_UK is packed: another
-    has that of W_UK. `query_len` is the most query tokens of a sequence in a decode step. `planner`
-    is the persistent decode that `attention` may come to; one that was asked for declines the
-    layer that it cannot serve. The other three as in `config.Options`.
+    Args:
+        model: the type of the model's activations, for a layer whose W_UK is packed. Other layers
+            have activations of the type of W_UK.
+        query_len: the most query tokens of a sequence in a decode step.
+        planner: the persistent decode that `attention` may choose. If the user asked for it, a
+            layer that it cannot serve is declined.
+        provider, attention, layers: as in `config.Options`.
     """
     weights, fp8 = vllm_compat.weights(layer), vllm_compat.fp8_dtype()
     activation = model if weights.w_uk is None else weights.w_uk.dtype

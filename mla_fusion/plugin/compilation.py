@@ -85,7 +85,7 @@ def compile_pieces() -> None:
 
 
 def _store_equal_piece(manager: Any, compile_range: Any, graph_index: int, code: Any) -> None:
-    """Give a piece that has no entry in vLLM's cache that of the piece whose `code` it got."""
+    """Store `code`, which vLLM took from an equal piece, under this piece's name too."""
     place = compile_range, graph_index, manager.compiler.name
     keys = {key for key, known in manager.loaded_artifacts.items() if known is code}
     if place not in manager.cache:

@@ -1,9 +1,9 @@
 """Reports of fused and declined layers: counts per compile range, reasons, a layer before and
 after.
 
-The passes add one `RangeReport` per compiled graph. `take` makes a `Report` of those of a worker,
-`merge` joins those of all workers. `store` keeps it under vLLM's cache root, so that a start from a
-warm compile cache, in which no pass runs, finds it by `find`; `publish` logs it."""
+The passes add one `RangeReport` per compiled graph. `take` makes the `Report` of a worker, `merge`
+joins the reports of all workers, and `publish` logs the result. `store` writes it under vLLM's
+cache root. A start from a warm compile cache runs no pass, and reads it by `find`."""
 
 import contextlib
 import json

@@ -19,13 +19,15 @@ ATTRIBUTE = "mla_fusion_state"  # on an MLA layer of vLLM; `plugin.workers` sets
 
 @dataclass(frozen=True)
 class LayerState:
-    """The decisions about one MLA layer of vLLM, and what layers of an engine share.
+    """The decisions about one MLA layer of vLLM, with the plan and tables that layers share.
 
-    facts: as the passes need them; None without the plugin, where a pass asks for itself.
-    choice: who decodes its steps.
-    plan: that of its persistent decode, shared by layers of one shape; None if vLLM's backend
-        decodes every step.
-    tables: cosines and sines in the forms of `runtime.tables`, shared by all layers.
+    Attributes:
+        facts: eligibility, for the passes; None without the plugin, where each pass reads it from
+            the layer.
+        choice: who decodes the layer's steps.
+        plan: the plan of the persistent decode, shared by layers of one shape; None if vLLM's
+            backend decodes every step.
+        tables: cosines and sines in the forms of `runtime.tables`, shared by all layers.
     """
 
     facts: eligibility.LayerFacts | None = None

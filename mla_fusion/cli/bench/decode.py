@@ -76,7 +76,7 @@ def compile_ours(cases: Iterable[Case]) -> None:
 
 
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
-    """Every shape that a step may have; those of 16 to 64 sequences are ragged too."""
+    """All cases of the settings. Batches of 16 to 64 sequences have ragged lengths too."""
     layers = itertools.product(types, settings.heads, settings.queries)
     names = "page", "latent", "rope", "values", "max_split_per_batch"
     shared = {name: getattr(settings, name) for name in names}

@@ -37,8 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(out: Path, names: Sequence[str] = tuple(tiny_models.MODELS)) -> bool:
-    """Run the models `names`, write `out`/tokens.json; whether all fused and no token differs. The
-    report of each is in its folder, that of the last also in `out`. A UserError if one fails."""
+    """Run the models `names` and write `out`/tokens.json. True if all layers fused and no token
+    differs. Each model's folder has its report; `out` has the last one too. UserError: an engine
+    failed."""
     require("vllm", "safetensors")
     make_folder(out, "--out")
     shutil.rmtree(out / _CACHE, ignore_errors=True)
