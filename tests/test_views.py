@@ -132,7 +132,9 @@ def test_the_page_says_what_the_report_says():
     assert len(tree.findall(".//table")) == 6
     # So has each pass: its ops before and after, and how many calls of each came or went.
     made.ranges[0].passes = {"4": PassOps({"aten::mm": 3, "aten::mul": 2}, {"aten::mm": 3, OWN: 1})}
-    tree, _ = parsed(views.page(made))
+    made.chosen = "0-30"
+    tree, said = parsed(views.page(made))
+    assert "0-30" in said and ", layers 0-30, " in made.lines()[0]
     row = next(r for r in tree.iter("tr") if r[0].text == "4")
     assert [cell.text for cell in row[1:]] == ["5", "4", "2 fewer mul, 1 more " + OWN[12:]]
     # Where nothing fused there are the reasons and no graph.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import config, ops
+from mla_fusion import config, ops, report
 from mla_fusion.cli import child
 from mla_fusion.cli.demo import tiny_models
 from mla_fusion.runtime import measured
@@ -126,7 +126,10 @@ def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
 )
 def test_layers_that_are_left_out_share_no_code_with_those_that_fuse(job, alone, graph):
     """The pieces of the last two layers are equal but for the name, which is an input."""
-    part = run(job(FLAG | graph | {"layers": "0-1"}))
+    asked = job(FLAG | graph | {"layers": "0-1"})
+    part = run(asked)
+    [stored] = Path(asked.cache).rglob("mla_fusion/*.json")
+    assert report.load(stored).chosen == "0-1"
     summary = SUMMARY.replace("3 of 3 MLA layers fused", "2 of 3 MLA layers fused; declined: "
                               "1 [unchosen-layer], mla-fusion report says why")  # fmt: skip
     assert own_log(part) == [("INFO", summary)]
