@@ -20,7 +20,7 @@ Engine = tuple[child.Job, "subprocess.Popen[str]"]
 ENDS = 10  # seconds in which a process whose output is closed has ended
 
 # NVLink multicast, which vLLM takes for granted, is off on some machines.
-_NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
+NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> Engine:
@@ -28,7 +28,7 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     folder = options["folder"] or tempfile.mkdtemp()
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    environment |= _NO_MULTICAST | options["variables"] | (variables or {})
+    environment |= NO_MULTICAST | options["variables"] | (variables or {})
     if options["runner"] == "V1":  # else vLLM chooses
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     work = child.Job(

@@ -3,10 +3,11 @@
 
     python benchmarks/serve.py OUT.csv
 
-A server of vLLM runs for each arm of `benchmarks/engine.py`, side by side on one GPU, with an fp8
-cache and the weights of engine_model.py. Each load of `vllm bench serve` (random prompts of 1024
-tokens, 256 tokens out, an arrival rate) goes to one server at a time, in alternating order.
-mla_fusion must be installed. The exit status is 1 if a layer is not fused.
+A server of vLLM runs for each arm of `benchmarks/engine.py`, side by side on one GPU, or on the two
+of `--tp 2`, with an fp8 cache and the weights of engine_model.py. Behind one load that no row has,
+each of `vllm bench serve` (random prompts of 1024 tokens, 256 tokens out, an arrival rate) goes to
+one server at a time, in alternating order. mla_fusion must be installed. The exit status is 1 if a
+layer is not fused.
 
 Rows: times per output token and to the first one in milliseconds, tokens and requests a second.
 """
@@ -31,12 +32,12 @@ from typing import Any
 
 import engine_model
 import engine_worker
-from engine_jobs import job, write
+from engine_jobs import NO_MULTICAST, job, write
 
 from mla_fusion.measure import records
 
 # Requests a second and requests, from idle to saturated.
-LOADS = ((1.0, 10), (8.0, 80), (24.0, 240), (float("inf"), 384))
+LOADS = {1.0: 10, 8.0: 80, 24.0: 240, float("inf"): 384}
 INPUT, OUTPUT, SEQUENCES = 1024, 256, 128
 COLUMNS = (
     "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms", "p99_ttft_ms", "output_throughput",
@@ -60,18 +61,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
     parser.add_argument("--arms", default="default,auto", help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rates", default="1,8,24,inf", help="requests a second, of these")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each server")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
-    servers = [serve(arm) for arm in args.arms.split(",")]
+    servers = [serve(arm, args.tp) for arm in args.arms.split(",")]
     try:
         for server in servers:
             wait_until_ready(server)
-        fused = {server.arm: fused_layers(server) for server in servers}
+            measure(server, float("inf"), 16)  # what compiles at a first step does it here
+        fused = {server.arm: fused_layers(server, args.tp) for server in servers}
         rows = [
-            {"arm": server.arm, "fused": fused[server.arm], "rate": rate, "requests": requests,
-             "round": number, **measure(server, rate, requests)}
-            for rate, requests in LOADS
+            {"arm": server.arm, "gpus": args.tp, "fused": fused[server.arm], "rate": rate,
+             "requests": LOADS[rate], "round": number, **measure(server, rate, LOADS[rate])}
+            for rate in map(float, args.rates.split(","))
             for number in range(args.rounds)
             for server in servers[:: 1 if number % 2 == 0 else -1]
         ]  # fmt: skip
@@ -83,12 +87,12 @@ def main() -> None:
     sys.exit(any(count not in ("", "27 of 27") for count in fused.values()))
 
 
-def serve(arm: str) -> Server:
-    """Start a server with an engine of this arm."""
+def serve(arm: str, tp: int) -> Server:
+    """Start a server with an engine of this arm on so many GPUs."""
     folder = Path(tempfile.mkdtemp())
     tokens, capture = SEQUENCES * (INPUT + OUTPUT + 64), [1, 2, 4, 8, 16, 32, 64, 96, 128]
     sizes = {"layers": 27, "seqs": SEQUENCES, "capture": capture, "max_tokens": 8192}
-    sizes["cache_bytes"] = tokens * 27 * 576
+    sizes["tp"], sizes["cache_bytes"] = tp, tokens * 27 * 576
     arguments = engine_model.arguments(job(model="deepseek-v2-lite", arm=arm, **sizes), folder)
     write_tokenizer(folder, engine_model.MODELS["deepseek-v2-lite"]["vocab_size"])
     with socket.socket() as free:
@@ -96,8 +100,9 @@ def serve(arm: str) -> Server:
         port = free.getsockname()[1]
     paths = os.environ.get("PYTHONPATH"), str(Path(__file__).parent)
     # A graph from a cache would not meet the passes.
-    environment = os.environ | {"VLLM_CACHE_ROOT": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+    environment = {"VLLM_CACHE_ROOT": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = os.environ | NO_MULTICAST | environment
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(arguments)]
     with (folder / "log").open("wb") as log:
@@ -146,11 +151,11 @@ def wait_until_ready(server: Server) -> None:
     sys.exit(f"the server of {server.arm} ended, or took over {START} s; its log ends:\n{log}")
 
 
-def fused_layers(server: Server) -> str:
+def fused_layers(server: Server, ranks: int) -> str:
     """How many MLA layers of the decode bucket its report says are fused; "" without the flag."""
     if server.arm not in engine_model.OPTIONS:
         return ""
-    (_, _, layers, fused, _), *_ = engine_worker.reported(server.folder / "cache", 1)["ranges"]
+    (_, _, layers, fused, _), *_ = engine_worker.reported(server.folder / "cache", ranks)["ranges"]
     return f"{fused} of {layers}"
 
 
