@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run real vLLM engines on one GPU, with and without the fusion, and compare them.
+"""Run real vLLM engines with and without the fusion, and compare them.
 
     python benchmarks/engine.py tokens OUT.csv     same tokens? many configurations, in parallel
     python benchmarks/engine.py complete OUT.csv   whole models, the engines in turns
@@ -19,21 +19,22 @@ quantizations. The widest is the measure, and the error is always planted.
 Some configurations of `tokens` also run `portable`: `fused` with this library's persistent decode.
 A profile must show that decode in every layer, and one refresh of its plan in every forward pass.
 
-With --tp N an engine of `tokens` and `complete` runs on N GPUs, and mla_fusion must be installed.
-With --dcp N too, N of these ranks share a cache; `tp`, vLLM without --dcp, is in the place of
-`cat`, which leaves the tokens of other ranks unrotated. With --dp N an engine is N engines with
-data-parallel attention and experts in parallel; in `tokens` they begin at different times. All
-three plant the error in every configuration of `tokens`, and read from the report of each rank that
-it fused every layer.
+With --gpus N an engine of `tokens` and `complete` has N GPUs: tensor parallelism, data-parallel
+attention with experts in parallel (N engines, which begin at different times), and ranks of tensor
+parallelism that share a cache, with and without a draft. mla_fusion must be installed. Where ranks
+share a cache, `tp`, vLLM with a cache for each rank, is in the place of `cat`, which leaves the
+tokens of other ranks unrotated. `tokens` plants the error on the last rank of every configuration,
+and reads from the report of each rank that it fused every layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import engine_compare
 import torch
@@ -45,6 +46,9 @@ from engine_start import start
 from engine_worker import KERNELS
 
 from mla_fusion.measure.records import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
@@ -72,68 +76,70 @@ def main() -> None:
     parser.add_argument("--arms", default="", help="not of `tokens`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
-    parser.add_argument("--tp", type=int, default=1, help="`tokens`, `complete`: GPUs of an engine")
-    parser.add_argument("--dcp", type=int, default=1, help="ranks of --tp that share a cache")
-    parser.add_argument("--dp", type=int, default=1, help="like --tp: data-parallel engines")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of an engine; see above")
     parser.add_argument("--only", default="", help="parts of configurations' names, with commas")
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
-    needed, seen = args.tp * args.dp, torch.cuda.device_count()
-    if needed > seen:
-        sys.exit(f"--tp {args.tp} --dp {args.dp} needs {needed} GPUs, and torch sees {seen}")
-    if args.tp % args.dcp:
-        sys.exit(f"--dcp {args.dcp}: ranks that share a cache are a part of --tp {args.tp}")
-    if args.what not in ("tokens", "complete") and needed > 1:
-        sys.exit(f"`{args.what}` runs on one GPU: --tp and --dp are of `tokens` and `complete`")
-    if args.tp > 1 and args.dp > 1:
-        sys.exit("choose one of --tp and --dp: an engine here has one GPU or one kind of ranks")
-    rows, wrong = MEASURES[args.what](args)
+    if args.gpus > (seen := torch.cuda.device_count()):
+        sys.exit(f"--gpus {args.gpus}: torch sees {seen}")
+    if args.what not in ("tokens", "complete") and args.gpus > 1:
+        sys.exit(f"`{args.what}` runs on one GPU: --gpus is of `tokens` and `complete`")
+    rows, wrong, facts = [], 0, environment(args.commit, "benchmarks/engine.py")
+    for found, failed in MEASURES[args.what](args):
+        rows, wrong = rows + found, wrong + failed
+        write(args.out, rows, facts)
     if not rows:
         sys.exit("nothing was measured: see above, or --only names no configuration")
-    write(args.out, rows, environment(args.commit, "benchmarks/engine.py"))
     sys.exit(bool(wrong))
 
 
 def run_arms(
-    configurations: dict[str, dict[str, Any]], args: argparse.Namespace
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Results by configuration and arm; `args.only` chooses configurations."""
+    known: dict[str, dict[str, Any]], args: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """The results by arm of each configuration that `args.only` chooses, once all its arms end."""
     from vllm.utils.import_utils import has_deep_gemm
 
-    gpus = args.tp * args.dp
-    wanted = [n for n in configurations if any(part in n for part in args.only.split(","))]
+    wanted = [n for n in known if any(part in n for part in args.only.split(","))]
     for name in [n for n in wanted if QUANTIZED.get(n) == "group_ue8m0" and not has_deep_gemm()]:
         # vLLM would take another linear layer, whose scales are not powers of two.
         print(f"   {name}: left out, DeepGEMM is not installed")
         wanted.remove(name)
-    work = [(n, arm) for n in wanted for arm in ("default", *unfused(n, args), "fused")]
-    work += [(name, "portable") for name in wanted if name in PORTABLE]
-    planted = (*args.plant, *UNFUSED)
-    work += [(name, "planted") for name in wanted if name in planted or gpus > 1]
-    began, groups = time.time(), torch.cuda.device_count() // gpus
+    began, groups = time.time(), torch.cuda.device_count() // args.gpus
 
-    def measure(index: int) -> dict[str, Any]:
-        name, arm = work[index]
-        device = devices(index % groups * gpus, gpus)
-        changes = {"arm": arm, "device": device}
-        changes |= {"tp": args.tp, "dp": args.dp, "dcp": args.dcp}
+    def measure(name: str, arm: str, index: int) -> dict[str, Any]:
+        changes = {"arm": arm, "device": devices(index % groups * args.gpus, args.gpus)}
         if arm == "tp":
             changes |= {"arm": "default", "dcp": 1}
         left = max(0.0, began + args.seconds - time.time())
-        result = run(job(**configurations[name], **changes), left)
+        result = run(job(**known[name] | changes), left)
         seconds, problem = time.time() - began, result.get("error", "")
         print(f"   {name}, {arm}: {'FAILED' if problem else 'done'} at {seconds:.0f} s {problem}")
         return result
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        outcomes = pool.map(measure, range(len(work)))
-        return dict(zip(work, outcomes, strict=True))
+        index = itertools.count()
+        work = {
+            name: {
+                arm: pool.submit(measure, name, arm, next(index)) for arm in arms(name, known, args)
+            }
+            for name in wanted
+        }
+        for name, made in work.items():
+            yield name, {arm: each.result() for arm, each in made.items()}
 
 
-def unfused(name: str, args: argparse.Namespace) -> tuple[str, ...]:
+def arms(name: str, known: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """The arms of a configuration."""
+    found = ["default", *unfused(name, known[name]), "fused"]
+    if name in PORTABLE:
+        found.append("portable")
+    return found + ["planted"] * (name in (*args.plant, *UNFUSED) or args.gpus > 1)
+
+
+def unfused(name: str, changes: dict[str, Any]) -> tuple[str, ...]:
     """The arms whose differences from `default` are the measure of a configuration."""
-    return ("tp",) if args.dcp > 1 else ("cat", *UNFUSED.get(name, ()))
+    return ("tp",) if "dcp" in changes else ("cat", *UNFUSED.get(name, ()))
 
 
 def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -146,26 +152,20 @@ def portable_launches(asked: dict[str, Any]) -> dict[str, dict[str, float]]:
     return dict.fromkeys(("5",) if asked["drafts"] else ("1", "5"), counts)
 
 
-def configurations(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `tokens` runs, by name: changes of a job."""
-    if args.dcp > 1:
-        bf16 = {"model": "k2-tp4", "cache": "auto"}
+def configurations(gpus: int) -> dict[str, dict[str, Any]]:
+    """What `tokens` runs with so many GPUs an engine, by name: changes of a job."""
+    if gpus > 1:
+        draft = {"drafts": 1, "capture": [2, 4, 8, 16, 32]}
+        tp, dp, dcp = {"tp": gpus}, {"dp": gpus}, {"tp": gpus, "dcp": gpus, "model": "k2-tp4"}
+        bf16 = {"cache": "auto"}
         return {
-            f"k2-tp4 fp8 dcp{args.dcp}": {"model": "k2-tp4"},
-            f"k2-tp4 bf16 dcp{args.dcp}": bf16,
-            f"k2-tp4 bf16 mtp-1 dcp{args.dcp}": {
-                **bf16, "drafts": 1, "capture": [2, 4, 8, 16, 32]
-            },
-        }  # fmt: skip
-    if args.dp > 1:  # vLLM takes models without experts for independent engines
-        return {
-            f"deepseek-v2-lite {name} dp{args.dp}": {"model": "deepseek-v2-lite", "cache": cache}
-            for name, cache in (("fp8", "fp8"), ("bf16", "auto"))
-        }
-    if args.tp > 1:
-        return {
-            f"v2-lite fp8 tp{args.tp}": {"model": "v2-lite"},
-            f"r1-tp8 bf16 {args.tp} ranks": {"cache": "auto"},
+            f"v2-lite fp8 tp{gpus}": {"model": "v2-lite", **tp},
+            f"r1-tp8 bf16 tp{gpus}": {**bf16, **tp},
+            f"r1-tp8 fp8 mtp-1 tp{gpus}": {**draft, **tp},
+            f"deepseek-v2-lite fp8 dp{gpus}": {"model": "deepseek-v2-lite", **dp},
+            f"r1-ep bf16 mtp-1 dp{gpus}": {"model": "r1-ep", **bf16, **draft, **dp},
+            f"k2-tp4 fp8 dcp{gpus}": dcp,
+            f"k2-tp4 bf16 mtp-1 dcp{gpus}": {**bf16, **draft, **dcp},
         }
     return {
         "v2-lite fp8": {"model": "v2-lite"},
@@ -197,21 +197,21 @@ def configurations(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def tokens(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Compare the arms of every configuration."""
-    known = configurations(args)
-    results = run_arms(known, args)
-    rows, wrong = [], 0
-    for name, ours in [(n, "fused") for n in known] + [(n, "portable") for n in PORTABLE]:
-        wanted = ("default", *unfused(name, args), ours, "planted")
-        arms = {arm: results[name, arm] for arm in wanted if (name, arm) in results}
-        if not arms or not all("tokens" in result for result in arms.values()):
-            wrong += bool(arms)
-            continue
-        row = judged(name, ours, arms, job(**known[name])) | {"gpus": args.tp * args.dp}
-        wrong += row["verdict"] != "right" or row["planted"] == "right"
-        rows.append(row)
-    return rows, wrong
+def tokens(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Compare the arms of every configuration; yields its rows, and how many are wrong."""
+    known = configurations(args.gpus)
+    for name, results in run_arms(known, args):
+        rows, wrong = [], 0
+        for ours in (arm for arm in ("fused", "portable") if arm in results):
+            wanted = ("default", *unfused(name, known[name]), ours, "planted")
+            arms = {arm: results[arm] for arm in wanted if arm in results}
+            if not all("tokens" in result for result in arms.values()):
+                wrong += 1
+                continue
+            row = judged(name, ours, arms, job(**known[name])) | {"gpus": args.gpus}
+            wrong += row["verdict"] != "right" or row["planted"] == "right"
+            rows.append(row)
+        yield rows, wrong
 
 
 def judged(

@@ -13,16 +13,19 @@ engine.py) and `stored`, which is `cat` with the flag's setting of Inductor (doc
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass, or the whole step of a prefill, batch 0, or with drafts of MTP) and their
-mean by the clock, in microseconds; changes of the median are percent of `default`'s. With --tp and
---dp each rank's graph has its time, `gpu1` of the second, in which it also waits for the others; of
-steps with drafts and --tp only the clock is read. The verdict of `engine_compare` on 12 prompts
-that every arm continues is in its rows.
+mean by the clock, in microseconds; changes of the median are percent of `default`'s. The verdict of
+`engine_compare` on 12 prompts that every arm continues is in its rows.
+
+With --gpus the engines of as many cases as fit start side by side. Each rank's graph has its time,
+`gpu1` of the second, in which it also waits for the others; with a draft it is that of two graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -38,6 +41,7 @@ from engine_worker import HELD
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 ROUNDS = 5
 
@@ -65,6 +69,7 @@ POINTS = {
         for batch, prefix in ((0, 0), (0, 4096), (1, 0), (8, 0), (32, 0))
         for prompt in (16, 64, 128)
     ],
+    "ranks": [Point(batch, 1024) for batch in (1, 8, 32, 128)],
 }
 ARMS = "default,auto"
 BLOCK = 64  # tokens of a KV cache block
@@ -75,8 +80,8 @@ ENOUGH = 10e9  # bytes of KV cache for which engines keep weights of their own
 class Model(NamedTuple):
     """What one run measures.
 
-    layers: as many as fit, twice while an engine loads. gigabytes: weights of a rank of its own
-    (`-tp` in the name), or of the whole model.
+    layers: as many as fit, twice while an engine loads. gigabytes: weights of one rank
+    (`engine_model.is_rank`), or of the whole model.
     """
 
     layers: int
@@ -95,62 +100,102 @@ MODELS = {
     "deepseek-r1-deep": Model(61, 17),
     "r1-dp": Model(16, 8.5),
 }
+# With several GPUs an engine: model, how its ranks divide the work, and layers; R1 also has drafts.
+RANKS = {
+    ("deepseek-v2-lite", "tp"): Model(27, 31.5), ("deepseek-v2-lite", "dp"): Model(27, 31.5),
+    ("deepseek-r1-deep", "tp"): Model(12, 3.4), ("r1-ep", "dp"): Model(12, 7),
+    ("deepseek-r1-deep", "dcp"): Model(12, 3.4),
+}  # fmt: skip
 
 
 class EngineEnded(Exception):
     """An engine ended before its turn; holds the arm and the rank."""
 
 
-def complete(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Measure the models and cache types that `args.only` names; (rows, how many went wrong)."""
-    rows, wrong, end = [], 0, time.time() + args.seconds
-    for name, model in MODELS.items():
-        for cache in ("fp8", "auto"):
-            title = f"{name} {'bf16' if cache == 'auto' else cache}"
-            if any(part in title for part in args.only.split(",")):
-                new, right = measured(title, name, model.cut(args.layers), cache, args, end)
-                rows += new
-                wrong += not right
-    return rows, wrong
+class Case(NamedTuple):
+    """The job of the engines that are compared, gigabytes of their weights on a GPU, and the bytes
+    of KV cache that each point needs there."""
+
+    title: str
+    job: dict[str, Any]
+    gigabytes: float
+    points: dict[Point, int]
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """The cases that `args.only` names."""
+    n, found = args.gpus, []
+    works = [(m, "", "fp8", args.drafts) for m in MODELS]
+    works += [(m, "", "auto", args.drafts) for m in MODELS]
+    if n > 1:
+        works = [
+            (*each, "fp8", drafts) for each in RANKS for drafts in (0, 1)[: 1 + ("r1" in each[0])]
+        ]
+    for name, kind, cache, drafts in works:
+        model = (RANKS[name, kind] if kind else MODELS[name]).cut(args.layers)
+        title = f"{name} {'bf16' if cache == 'auto' else cache}"
+        if kind:
+            title += f" mtp-{drafts}" * bool(drafts) + f" {kind}{n}"
+        per_token = (model.layers + bool(drafts)) * 576 * (2 if cache == "auto" else 1)
+        points = POINTS["ranks" if kind else args.what]
+        changes = {
+            "what": "complete", "model": name, "layers": model.layers, "cache": cache,
+            "drafts": drafts, "device": devices(0, n), "seqs": 128, "max_len": 20480,
+            "capture": [b * (1 + drafts) for b in (1, 8, 32, 128)], "max_tokens": 8192,
+            "prefix_caching": args.what == "short",
+            **{"tp": {"tp": n}, "dp": {"dp": n}, "dcp": {"tp": n, "dcp": n}}.get(kind, {}),
+        }  # fmt: skip
+        weights = model.gigabytes / (1 if engine_model.is_rank(name) else n)
+        sizes = {point: point.tokens(1 + drafts) * per_token for point in points}
+        if any(part in title for part in args.only.split(",")):
+            found.append(Case(title, changes, weights, sizes))
+    return found
+
+
+def complete(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Measure the cases that `args.only` names; yields the rows of each, and if it went wrong."""
+    arms, end, left = (args.arms or ARMS).split(","), time.time() + args.seconds, cases(args)
+    while left and time.time() < end:
+        sizes = (each.gigabytes * 1e9 + max(each.points.values()) + ENGINE_BYTES for each in left)
+        taken = itertools.accumulate(len(arms) * size for size in sizes)
+        count = max(1, sum(size < gpu_bytes() for size in taken)) if args.gpus > 1 else 1
+        group, left, began = left[:count], left[count:], time.time()
+        engines = [begin(case, arms, args.gpus > 1) for case in group]
+        results = [ready(each, end) for each in engines]
+        print(f"   ready after {time.time() - began:.0f} s: {[case.title for case in group]}")
+        for case, ours, told in zip(group, engines, results, strict=True):
+            rows, right = measured(case, args.gpus, ours, told, end)
+            yield rows, not (right and len(told) == len(arms))
+
+
+def begin(case: Case, arms: list[str], fits: bool) -> dict[str, list[Engine]]:
+    """The engines of each arm; points that do not fit leave the case."""
+    room, shared = (math.inf, False) if fits else memory(case.gigabytes, len(arms))
+    for point, size in [*case.points.items()]:
+        if size > room:
+            needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
+            print(f"   {case.title}, {point} left out: {needs}")
+            del case.points[point]
+    weights = f"{tempfile.mkdtemp()}/weights" if shared else ""
+    changes = case.job | {"shared_weights": weights}
+    changes["cache_bytes"] = max(case.points.values(), default=0)
+    return {arm: start_ranks(job(arm=arm, **changes)) for arm in arms if case.points}
 
 
 def measured(
-    title: str, name: str, model: Model, cache: str, args: argparse.Namespace, end: float
-) -> tuple[list[dict[str, Any]], bool]:
-    """Rows of one model with one cache type; whether all was right."""
-    arms = (args.arms or ARMS).split(",")
-    room, shared = memory(name, model, args.tp, len(arms))
-    per_token = (model.layers + bool(args.drafts)) * 576 * (2 if cache == "auto" else 1)
-    rows = 1 + args.drafts
-    sizes = {point: point.tokens(rows) * per_token for point in POINTS[args.what]}
-    for point, size in sizes.items():
-        if size > room:
-            needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
-            print(f"   {title}, {point} left out: {needs}")
-    if not (points := [point for point, size in sizes.items() if size <= room]):
-        return [], False
-    changes = {
-        "what": "complete", "model": name, "layers": model.layers, "cache": cache,
-        "tp": args.tp, "dp": args.dp, "dcp": args.dcp, "device": devices(0, args.tp * args.dp),
-        "seqs": 128, "capture": [n * rows for n in (1, 8, 32, 128)], "drafts": args.drafts,
-        "prefix_caching": args.what == "short", "max_len": 20480, "max_tokens": 8192,
-        "cache_bytes": max(map(sizes.get, points)),
-        "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "",
-    }  # fmt: skip
-    began, engines = time.time(), {arm: start_ranks(job(arm=arm, **changes)) for arm in arms}
-    results = ready(engines, end)
-    shape = engine_model.MODELS[name]
-    layers = model.layers + bool(args.drafts)  # the drafter's too
+    case: Case, gpus: int, engines: dict[str, list[Engine]], results: dict[str, dict[str, Any]],
+    end: float,
+) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
+    """Rows of the engines of a case that are ready; whether all was right."""
+    asked, shape = case.job, engine_model.MODELS[case.job["model"]]
+    layers = asked["layers"] + bool(asked["drafts"])  # the drafter's too
     verdicts = {arm: verdict(arm, results, layers, shape) for arm in results}
-    print(f"== {title}, ready after {time.time() - began:.0f} s: {verdicts}", flush=True)
-    known = {"model": name, "layers": model.layers, "cache": cache, "gpus": args.tp * args.dp}
-    known |= {
-        n: getattr(args, n) for n in ("drafts", "dp", "dcp") if getattr(args, n) not in (0, 1)
-    }
+    print(f"== {case.title}: {verdicts}", flush=True)
+    known = {n: asked[n] for n in ("model", "layers", "cache")} | {"gpus": gpus}
+    known |= {n: asked[n] for n in ("drafts", "dp", "dcp") if asked.get(n)}
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
-    rows, none_failed = timed(title, engines, points, told, end)
-    wrong = any(found.startswith("WRONG") for found in verdicts.values())
-    return rows, none_failed and len(results) == len(arms) and not wrong
+    rows, none_failed = timed(case.title, engines, [*case.points], told, end)
+    return rows, none_failed and not any(v.startswith("WRONG") for v in verdicts.values())
 
 
 def timed(
@@ -187,11 +232,15 @@ def facts(result: dict[str, Any]) -> dict[str, Any]:
     return {n: result[n] for n in names} | {"bucket_layers": layers, "bucket_fused": fused}
 
 
-def memory(name: str, model: Model, tp: int, engines: int) -> tuple[float, bool]:
+def gpu_bytes() -> float:
+    """Bytes of a GPU that engines may take."""
+    return 0.94 * torch.cuda.get_device_properties(0).total_memory
+
+
+def memory(gigabytes: float, engines: int) -> tuple[float, bool]:
     """(bytes for the KV cache of each engine, whether the engines must share their weights)."""
-    total = 0.94 * torch.cuda.get_device_properties(0).total_memory - engines * ENGINE_BYTES
-    weights = model.gigabytes * 1e9 / (1 if engine_model.is_rank(name) else tp)
-    alone, shared = total / engines - weights, (total - weights) / engines
+    total = gpu_bytes() - engines * ENGINE_BYTES
+    alone, shared = total / engines - gigabytes * 1e9, (total - gigabytes * 1e9) / engines
     return (alone, False) if alone > ENOUGH else (shared, True)
 
 

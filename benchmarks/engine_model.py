@@ -88,6 +88,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # DeepSeek-R1, one rank of data-parallel attention: all heads; its MLP is that of the rank above
     "r1-dp": {**_V3, **_HEADS, "max_position_embeddings": 163840},
+    # The same with a few experts after the first layer, which ranks of data parallelism share
+    "r1-ep": {
+        **_V3, **_HEADS, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_shared_experts": 1,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "scoring_func": "sigmoid",
+    },
     # The attention of Mistral-Large-3, one rank of tensor parallel 8. The checkpoint scales the
     # query from position 8192 on: here from 32 on.
     "large3-tp8": {
@@ -125,8 +131,9 @@ def is_sparse(name: str) -> bool:
 
 
 def is_rank(name: str) -> bool:
-    """Whether a model is that of one rank of tensor parallelism."""
-    return "-tp" in name
+    """Whether a model is that of one rank of tensor parallelism: R1 and Kimi-K2 have more heads."""
+    model = MODELS[name]
+    return model["hidden_size"] == 7168 and model["num_attention_heads"] == 16
 
 
 def shape(name: str, layers: int, tp: int) -> dict[str, Any]:

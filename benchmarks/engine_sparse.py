@@ -38,6 +38,7 @@ from mla_fusion.runtime import sparse_step
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 MODELS, LAYERS, SEQS = ("v3.2-tp8", "v3.2-dp"), 4, 128
 CACHES = {"fp8_ds_mla": "fp8_ds_mla", "bf16": "auto"}
@@ -47,17 +48,15 @@ LENGTHS = [1, 2, 3, 17, 64, 600, 2047, 2048, 2049, 3000, 2500, 88]  # of the pro
 LAUNCHES = "launches a step of"
 
 
-def sparse(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Measure the models and caches that `args.only` names; (rows, how many arms went wrong)."""
-    rows, wrong, end = [], 0, time.time() + args.seconds
+def sparse(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Measure the models and caches that `args.only` names; yields the rows of each, and how many
+    arms went wrong."""
+    end = time.time() + args.seconds
     print(f"   on {torch.cuda.get_device_name()}")
     for model, name in itertools.product(MODELS, CACHES):
         title = f"{model} {name}"
         if any(part in title for part in args.only.split(",")):
-            new, failed = measured(title, model, CACHES[name], args, end)
-            rows += new
-            wrong += failed
-    return rows, wrong
+            yield measured(title, model, CACHES[name], args, end)
 
 
 def measured(

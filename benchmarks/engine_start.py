@@ -26,6 +26,7 @@ from mla_fusion.cli import child
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 STATES = ("cold", "second", "warm")
 # Column -> the log's line that has its seconds.
@@ -35,21 +36,22 @@ LOGGED = {
 }
 
 
-def start(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Start the arms of the models that `args.only` names; (rows, how many starts failed)."""
+def start(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Start the arms of the models that `args.only` names; yields the rows of each of `STATES`, and
+    how many starts failed."""
     arms = (args.arms or ARMS).split(",")
     wanted = [n for n in MODELS if any(part in n for part in args.only.split(","))]
     folders = {(name, arm): tempfile.mkdtemp() for name in wanted for arm in arms}
-    end, gpus, rows = time.time() + args.seconds, torch.cuda.device_count(), list[dict[str, Any]]()
+    end, gpus = time.time() + args.seconds, torch.cuda.device_count()
     with ThreadPoolExecutor(gpus) as pool:
         for state in STATES:  # of all arms: a cold start beside a warm one would look shorter
             made = [
                 pool.submit(once, *work, state, folder, devices(i % gpus, 1), args.layers, end)
                 for i, (work, folder) in enumerate(folders.items())
             ]
-            rows += (found := [row for each in made if (row := each.result())])
-            folders = {(r["model"], r["arm"]): folders[r["model"], r["arm"]] for r in found}
-    return rows, len(STATES) * len(wanted) * len(arms) - len(rows)
+            rows = [row for each in made if (row := each.result())]
+            yield rows, len(wanted) * len(arms) - len(rows)
+            folders = {(r["model"], r["arm"]): folders[r["model"], r["arm"]] for r in rows}
 
 
 def once(

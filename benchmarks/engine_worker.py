@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import engine_model
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -108,10 +108,10 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
 
     "hold BATCH CONTEXT PROMPT PREFIX": prefill requests of CONTEXT tokens, in place of those
     before. "time": microseconds of one of their decode steps, by the clock and on the GPU: of its
-    CUDA graph, and in one process with drafts of the whole step. With a PROMPT the whole step of
-    each also prefills a new request of PROMPT tokens behind PREFIX ones that are in the cache.
+    CUDA graph, and on one GPU with drafts of the whole step. With a PROMPT the whole step of each
+    also prefills a new request of PROMPT tokens behind PREFIX ones that are in the cache.
     """
-    one_graph = False
+    graphs, alone = False, job["tp"] * job["dp"] == 1
     with contextlib.ExitStack() as held:
         for line in iter(sys.stdin.readline, "go\n"):
             asked, *sizes = line.split()
@@ -119,7 +119,7 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
             if asked == "hold":
                 held.close()
                 batch, context, prompt, prefix = map(int, sizes)
-                one_graph = not (prompt or job["drafts"])
+                graphs = not (prompt or (alone and job["drafts"]))
                 if batch:
                     tokens = HELD * (1 + job["drafts"])
                     step = held.enter_context(requests(llm, prompts(batch, context), tokens))
@@ -129,9 +129,9 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
             else:
                 step(3)
                 answer["wall"] = clocked(step, STEPS)
-                if one_graph:
-                    answer |= full_graph_times(llm, step)
-                elif job["tp"] == 1:
+                if graphs:
+                    answer |= full_graph_times(llm, step, 1 + bool(job["drafts"]))
+                else:
                     answer["gpu"] = eager_time(step)
             print(json.dumps(answer), file=progress)
 
@@ -243,24 +243,28 @@ def eager_time(step: Callable[[int], None]) -> float:
     return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
 
 
-def full_graph_times(llm: Any, step: Callable[[int], None]) -> dict[str, float]:
-    """Microseconds on the GPU of a step's CUDA graph, median of `STEPS`: of a whole forward pass;
-    "gpu" of the first rank, "gpu1" of the next. With collectives a rank waits for the others in it.
+def full_graph_times(llm: Any, step: Callable[[int], None], graphs: int) -> dict[str, float]:
+    """Microseconds on the GPU of a step's CUDA graphs, median of `STEPS`: one of a forward pass,
+    and one of a draft, else nothing; "gpu" of the first rank, "gpu1" of the next. With collectives
+    a rank waits for the others in it.
 
     Raises:
-        RuntimeError: a step is not one graph.
+        RuntimeError: a forward pass is not one graph.
     """
     llm.collective_rpc("time_replays")
     try:
         step(STEPS)
     finally:
         times = llm.collective_rpc("replay_times")
-    if any(len(each) != STEPS for each in times):
+    if any(len(each) != STEPS * graphs for each in times):
+        if graphs > 1:
+            return {}  # runner V1 drafts in pieces
         raise RuntimeError(
             f"{STEPS} decode steps replayed {[len(each) for each in times]} CUDA graphs on their "
             "ranks: a step must be one full graph, or its GPU time is not that of a forward pass"
         )
-    return {f"gpu{rank or ''}": statistics.median(each) for rank, each in enumerate(times)}
+    sums = ([sum(each[i : i + graphs]) for i in range(0, len(each), graphs)] for each in times)
+    return {f"gpu{rank or ''}": statistics.median(each) for rank, each in enumerate(sums)}
 
 
 @functools.cache
@@ -337,7 +341,7 @@ class Loader(BaseModelLoader):
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Load, one engine at a time if they share: each needs room for all weights for a while."""
         options = self.load_config.model_loader_extra_config
-        if options["arm"] == "planted":
+        if options["arm"] == "planted" and get_world_group().is_last_rank:
             rotate_for_the_next_position()
         if not options["shared_weights"]:
             return super().load_model(*args, **kwargs)

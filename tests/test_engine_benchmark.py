@@ -5,12 +5,15 @@ import math
 import subprocess
 import sys
 import time
+import types
 
 import engine
 import engine_compare
 import engine_complete
 import engine_jobs
+import engine_worker
 import pytest
+import torch
 from engine_jobs import job
 
 
@@ -97,8 +100,7 @@ NAME = "r1-tp8 block-fp8"
 )
 def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
     """`cat` and `stored` equal `default` in every bit."""
-    args = argparse.Namespace(tp=1, dp=1, dcp=1)
-    asked = job(**engine.configurations(args)[NAME])
+    asked = job(**engine.configurations(1)[NAME])
     layers = asked["layers"]
     counts = dict.fromkeys(engine.KERNELS, layers) | {"mla_plan": 1}
     says = {"steps": 9, "runner": "V1", "quantizations": ["group"], **instead}
@@ -107,7 +109,7 @@ def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
     for ours in ("fused", "portable"):
         arms = {
             arm: result(TOKENS, gaps.get(arm, [2.0] * 4)) | says
-            for arm in ("default", *engine.unfused(NAME, args), ours, "planted")
+            for arm in ("default", *engine.unfused(NAME, {}), ours, "planted")
         }
         row = engine.judged(NAME, ours, arms, asked)
         only_of_portable = "launches" in instead or "quantizations" in instead
@@ -117,10 +119,96 @@ def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
         assert "moves by 0.0000" in row["stored / default"]
 
 
-def test_context_parallelism_is_measured_against_an_engine_without_it():
-    """vLLM's own fusion, the arm `cat`, is wrong there."""
-    args = argparse.Namespace(tp=2, dp=1, dcp=2)
-    assert engine.unfused("k2-tp4 fp8", args) == ("tp",)
+def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkeypatch):
+    jobs = []
+
+    def run(options, seconds):
+        jobs.append(options)
+        # vLLM's own fusion, the arm `cat`, is wrong where ranks share a cache.
+        other = options["arm"] == "cat" or (options["model"], options["dcp"]) == ("k2-tp4", 1)
+        gaps = FAR if options["arm"] == "planted" else NOISY if other else [2.0] * 4
+        return result(TOKENS, gaps) | {"runner": "V2", "steps": 9, "ranges": [[1, 16, 5, 5, 0]]}
+
+    monkeypatch.setattr(engine, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = argparse.Namespace(gpus=2, only="mtp-1", jobs=1, seconds=9, plant=())
+    found = [(row["planted"][:5], wrong) for [row], wrong in engine.tokens(args)]
+    assert found == [("WRONG", 0)] * 3
+    assert [each["arm"] for each in jobs] == [
+        *("default", "cat", "fused", "planted") * 2, "default", "default", "fused", "planted"
+    ]  # fmt: skip
+    ranks = [(each["tp"], each["dp"], each["dcp"], each["device"]) for each in jobs]
+    assert ranks[::4] == [(2, 1, 1, "0,1"), (1, 2, 1, "0,1"), (2, 1, 2, "0,1")]
+    assert ranks[9] == (2, 1, 1, "0,1")
+
+
+def test_rows_are_written_as_they_come(monkeypatch, tmp_path):
+    def tokens(args):
+        yield [{"configuration": "first"}], 0
+        raise RuntimeError("cut")
+
+    monkeypatch.setitem(engine.MEASURES, "tokens", tokens)
+    monkeypatch.setattr(engine, "environment", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", ["engine.py", "tokens", str(tmp_path / "rows.csv")])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="cut"):
+        engine.main()
+    assert "first" in (tmp_path / "rows.csv").read_text()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_last_rank_alone_has_the_planted_error(last, monkeypatch):
+    planted = []
+    group = types.SimpleNamespace(is_last_rank=last)
+    monkeypatch.setattr(engine_worker, "get_world_group", lambda: group)
+    monkeypatch.setattr(engine_worker, "rotate_for_the_next_position", lambda: planted.append(1))
+    monkeypatch.setattr(engine_worker.BaseModelLoader, "load_model", lambda self: None)
+    loader = object.__new__(engine_worker.Loader)
+    extra = {"arm": "planted", "shared_weights": ""}
+    loader.load_config = types.SimpleNamespace(model_loader_extra_config=extra)
+    loader.load_model()
+    assert planted == [1] * last
+
+
+@pytest.mark.parametrize(
+    ("graphs", "replays", "found"),
+    [(1, [3.0] * 20, 3.0), (2, [3.0, 1.0] * 20, 4.0), (2, [1.0] * 60, None), (1, [1.0] * 40, "")],
+)
+def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(graphs, replays, found):
+    """Of a forward pass, and of a draft; runner V1 drafts in pieces, which are not timed."""
+    asked = []
+    llm = types.SimpleNamespace(collective_rpc=lambda what: asked.append(what) or [replays] * 2)
+    if found == "":
+        with pytest.raises(RuntimeError, match="must be one full graph"):
+            engine_worker.full_graph_times(llm, asked.append, graphs)
+    else:
+        times = engine_worker.full_graph_times(llm, asked.append, graphs)
+        assert times == ({"gpu": found, "gpu1": found} if found else {})
+    assert asked == ["time_replays", engine_worker.STEPS, "replay_times"]
+
+
+def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
+    """A case of V2-Lite takes 2 x 24 GB of a GPU, one of R1 2 x 10 or less."""
+    started, timed = [], []
+    monkeypatch.setattr(engine_complete, "gpu_bytes", lambda: 100e9)
+    monkeypatch.setattr(engine_complete, "start_ranks", started.append)
+    monkeypatch.setattr(engine_complete, "ready", lambda engines, end: {})
+    monkeypatch.setattr(
+        engine_complete,
+        "timed",
+        lambda title, *_: timed.append((title, len(started))) or ([], True),
+    )
+    args = argparse.Namespace(
+        what="complete", gpus=2, only="", drafts=0, layers=0, arms="", seconds=99
+    )
+    assert [wrong for _, wrong in engine_complete.complete(args)] == [True] * 8  # none was ready
+    assert timed == [
+        *((f"deepseek-v2-lite fp8 {kind}2", 4) for kind in ("tp", "dp")),
+        *((f"deepseek-r1-deep fp8 {drafts}tp2", 14) for drafts in ("", "mtp-1 ")),
+        *((f"r1-ep fp8 {drafts}dp2", 14) for drafts in ("", "mtp-1 ")),
+        ("deepseek-r1-deep fp8 dcp2", 14), ("deepseek-r1-deep fp8 mtp-1 dcp2", 16),
+    ]  # fmt: skip
+    assert [each["capture"][:2] for each in started[4:8:2]] == [[1, 8], [2, 16]]
 
 
 def test_complete_judges_layers_and_takes_changes_of_medians_against_default():
