@@ -207,12 +207,15 @@ def test_engine_and_workers_in_processes_of_their_own(job, alone, tmp_path, meth
         asked.engine["tensor_parallel_size"] = ranks
         return asked, run(asked)
 
-    asked, apart = start(FLAG | {"processes": method}, tmp_path / "fused")
+    options = FLAG | {"processes": method, "killed": ranks > 1}
+    asked, apart = start(options, tmp_path / "fused")
     assert apart["children"] == [f"{method.capitalize()}Process"]  # the engine core
     on = f" fused on {ranks} ranks;" if ranks > 1 else " fused;"
     assert own_log(apart) == [("INFO", SUMMARY.replace(" fused;", on))]
     assert len(list(Path(asked.cache).rglob("mla_fusion/*.json"))) == 1
     if ranks > 1:
+        assert "VllmWorker-1 died unexpectedly" in apart["log"]
+        assert "EngineDeadError" in apart["fault"]
         # Ranks round the halves of a sum to bf16, so vLLM alone needs as many. They are forked to
         # inherit the stand-in for vLLM's last pass, which raises on a CPU.
         _, alone = start({"processes": "fork"}, tmp_path / "alone", plugin=False)

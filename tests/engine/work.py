@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import signal
 import traceback
 
 from mla_fusion import config
@@ -31,7 +32,7 @@ def serve(job, progress):
     one for each engine, which serves at once, and again after all others); processes ("spawn" or
     "fork": how the engine core starts in a process of its own, in which no graph is recorded);
     fault (once all is served, the provider raises in the third step of the first engine; the
-    traceback comes back).
+    traceback comes back); killed (the same, if its last worker is killed behind that step).
     """
     options = job.options
     if gpu := options.get("gpu"):
@@ -50,7 +51,8 @@ def serve(job, progress):
             served.append(_serve_one(engines[-1], job))
     served += [_serve_one(engine, job) for engine in engines]
     children = [type(process).__name__ for process in multiprocessing.active_children()]
-    fault = _fault(engines[0], job) if options.get("fault") else ""
+    faults = {"fault": _fault, "killed": _killed}
+    fault = "".join(make(engines[0], job) for name, make in faults.items() if options.get(name))
     for engine in engines:
         engine.engine_core.shutdown()
     found = {"engines": served, "graphs": graphs, "refreshes": refreshes, "children": children}
@@ -251,4 +253,22 @@ def _fault(engine, job):
         child.complete(engine, job.prompts, job.new_tokens)
     except RuntimeError:
         return traceback.format_exc()
+    return "the engine went on"
+
+
+def _killed(engine, job):
+    """The traceback, if the last worker is killed behind the third step."""
+    import psutil
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    signal.alarm(120)  # ends an engine that waits for the worker
+    try:
+        for number, _ in enumerate(child.steps(engine, job.prompts, 100)):
+            if number == 2:
+                processes = psutil.Process().children(recursive=True)
+                [each for each in processes if each.name().startswith("VLLM::Worker")][-1].kill()
+    except EngineDeadError:
+        return traceback.format_exc()
+    finally:
+        signal.alarm(0)
     return "the engine went on"
