@@ -113,73 +113,67 @@ class EngineEnded(Exception):
 
 
 class Case(NamedTuple):
-    """The job of the engines that are compared, gigabytes of their weights on a GPU, and the bytes
-    of KV cache that each point needs there."""
+    """The points that engines are compared at, their job, and bytes of one of them on a GPU."""
 
     title: str
+    points: list[Point]
     job: dict[str, Any]
-    gigabytes: float
-    points: dict[Point, int]
+    bytes: float
 
 
-def cases(args: argparse.Namespace) -> list[Case]:
-    """The cases that `args.only` names."""
-    n, found = args.gpus, []
-    works = [(m, "", "fp8", args.drafts) for m in MODELS]
-    works += [(m, "", "auto", args.drafts) for m in MODELS]
+def cases(args: argparse.Namespace, arms: int) -> Iterator[Case]:
+    """The cases that `args.only` names, for so many engines, without points that do not fit."""
+    n = args.gpus
+    kinds = {"": {}, "tp": {"tp": n}, "dp": {"dp": n}, "dcp": {"tp": n, "dcp": n}}
+    works = [(m, "", c, args.drafts) for c in ("fp8", "auto") for m in MODELS]
     if n > 1:
-        works = [
-            (*each, "fp8", drafts) for each in RANKS for drafts in (0, 1)[: 1 + ("r1" in each[0])]
-        ]
+        works = [(*each, "fp8", d) for each in RANKS for d in (0, 1)[: 1 + ("r1" in each[0])]]
     for name, kind, cache, drafts in works:
-        model = (RANKS[name, kind] if kind else MODELS[name]).cut(args.layers)
         title = f"{name} {'bf16' if cache == 'auto' else cache}"
         if kind:
             title += f" mtp-{drafts}" * bool(drafts) + f" {kind}{n}"
+        if not any(part in title for part in args.only.split(",")):
+            continue
+        model = (RANKS[name, kind] if kind else MODELS[name]).cut(args.layers)
+        weights = model.gigabytes * 1e9 / (1 if engine_model.is_rank(name) else n)
+        room, shared = (math.inf, False) if kind else memory(weights, arms)
         per_token = (model.layers + bool(drafts)) * 576 * (2 if cache == "auto" else 1)
-        points = POINTS["ranks" if kind else args.what]
+        sizes = {
+            p: p.tokens(1 + drafts) * per_token for p in POINTS["ranks" if kind else args.what]
+        }
+        for point, size in sizes.items():
+            if size > room:
+                needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
+                print(f"   {title}, {point} left out: {needs}")
+        points = [point for point, size in sizes.items() if size <= room]
+        most = max((sizes[point] for point in points), default=0)
         changes = {
             "what": "complete", "model": name, "layers": model.layers, "cache": cache,
             "drafts": drafts, "device": devices(0, n), "seqs": 128, "max_len": 20480,
             "capture": [b * (1 + drafts) for b in (1, 8, 32, 128)], "max_tokens": 8192,
-            "prefix_caching": args.what == "short",
-            **{"tp": {"tp": n}, "dp": {"dp": n}, "dcp": {"tp": n, "dcp": n}}.get(kind, {}),
+            "prefix_caching": args.what == "short", "cache_bytes": most,
+            "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "", **kinds[kind],
         }  # fmt: skip
-        weights = model.gigabytes / (1 if engine_model.is_rank(name) else n)
-        sizes = {point: point.tokens(1 + drafts) * per_token for point in points}
-        if any(part in title for part in args.only.split(",")):
-            found.append(Case(title, changes, weights, sizes))
-    return found
+        yield Case(title, points, changes, ENGINE_BYTES + weights + most)
 
 
 def complete(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Measure the cases that `args.only` names; yields the rows of each, and if it went wrong."""
-    arms, end, left = (args.arms or ARMS).split(","), time.time() + args.seconds, cases(args)
+    arms, end = (args.arms or ARMS).split(","), time.time() + args.seconds
+    left = [*cases(args, len(arms))]
     while left and time.time() < end:
-        sizes = (each.gigabytes * 1e9 + max(each.points.values()) + ENGINE_BYTES for each in left)
-        taken = itertools.accumulate(len(arms) * size for size in sizes)
+        taken = itertools.accumulate(len(arms) * case.bytes for case in left)
         count = max(1, sum(size < gpu_bytes() for size in taken)) if args.gpus > 1 else 1
         group, left, began = left[:count], left[count:], time.time()
-        engines = [begin(case, arms, args.gpus > 1) for case in group]
-        results = [ready(each, end) for each in engines]
+        started = [
+            {arm: start_ranks(job(arm=arm, **case.job)) for arm in arms if case.points}
+            for case in group
+        ]
+        results = [ready(engines, end) for engines in started]
         print(f"   ready after {time.time() - began:.0f} s: {[case.title for case in group]}")
-        for case, ours, told in zip(group, engines, results, strict=True):
-            rows, right = measured(case, args.gpus, ours, told, end)
+        for case, engines, told in zip(group, started, results, strict=True):
+            rows, right = measured(case, args.gpus, engines, told, end)
             yield rows, not (right and len(told) == len(arms))
-
-
-def begin(case: Case, arms: list[str], fits: bool) -> dict[str, list[Engine]]:
-    """The engines of each arm; points that do not fit leave the case."""
-    room, shared = (math.inf, False) if fits else memory(case.gigabytes, len(arms))
-    for point, size in [*case.points.items()]:
-        if size > room:
-            needs = f"its KV cache needs {size / 1e9:.1f} GB, room is {room / 1e9:.1f}"
-            print(f"   {case.title}, {point} left out: {needs}")
-            del case.points[point]
-    weights = f"{tempfile.mkdtemp()}/weights" if shared else ""
-    changes = case.job | {"shared_weights": weights}
-    changes["cache_bytes"] = max(case.points.values(), default=0)
-    return {arm: start_ranks(job(arm=arm, **changes)) for arm in arms if case.points}
 
 
 def measured(
@@ -194,7 +188,7 @@ def measured(
     known = {n: asked[n] for n in ("model", "layers", "cache")} | {"gpus": gpus}
     known |= {n: asked[n] for n in ("drafts", "dp", "dcp") if asked.get(n)}
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
-    rows, none_failed = timed(case.title, engines, [*case.points], told, end)
+    rows, none_failed = timed(case.title, engines, case.points, told, end)
     return rows, none_failed and not any(v.startswith("WRONG") for v in verdicts.values())
 
 
@@ -237,10 +231,10 @@ def gpu_bytes() -> float:
     return 0.94 * torch.cuda.get_device_properties(0).total_memory
 
 
-def memory(gigabytes: float, engines: int) -> tuple[float, bool]:
+def memory(weights: float, engines: int) -> tuple[float, bool]:
     """(bytes for the KV cache of each engine, whether the engines must share their weights)."""
     total = gpu_bytes() - engines * ENGINE_BYTES
-    alone, shared = total / engines - gigabytes * 1e9, (total - gigabytes * 1e9) / engines
+    alone, shared = total / engines - weights, (total - weights) / engines
     return (alone, False) if alone > ENOUGH else (shared, True)
 
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
-# Kernels of this library: of the fused op; of a refresh, a decode and its reduction.
-# How their names begin; the sparse decodes, mla_sparse, count as decodes.
+# How names of this library's kernels begin; the sparse decodes, mla_sparse, count as decodes.
 KERNELS = ("mla_prep", "mla_plan", "mla_decode", "mla_reduce", "mla_product")
 STEPS = 20  # of one measurement
 HELD = 400  # tokens of a request that is measured: more than its steps
@@ -229,9 +228,8 @@ def clocked(step: Callable[[int], None], count: int) -> float:
 
 def eager_time(step: Callable[[int], None]) -> float:
     """Microseconds on the GPU of a step without a CUDA graph, median of 10."""
-    pairs = []
     # Twice as long as a step takes by the clock, at 2 GHz: by then it is enqueued.
-    busy = int(2 * clocked(step, 2) * 2000)
+    pairs, busy = [], int(2 * clocked(step, 2) * 2000)
     for _ in range(10):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(busy)
