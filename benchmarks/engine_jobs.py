@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from mla_fusion import report
 from mla_fusion.cli import UserError, child
 
 Engine = tuple[child.Job, "subprocess.Popen[str]"]
@@ -29,6 +30,8 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
     environment |= NO_MULTICAST | options["variables"] | (variables or {})
+    if options["what"] == "complete" and options["tp"] > 1:  # see `engine_worker.running`
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if options["runner"] == "V1":  # else vLLM chooses
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     work = child.Job(
@@ -115,6 +118,26 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The first result, with the tokens of the first rank, then those of the next."""
     tokens = {name: [each for r in results for each in r[name]] for name in ("tokens", "top")}
     return results[0] | tokens
+
+
+def reported(cache: Path, ranks: int) -> dict[str, Any]:
+    """What the report says. "ranges": first and last token count, MLA layers, and those fused and
+    declined, of each compile range. "quantizations": what attention ops do to their outputs.
+
+    Raises:
+        RuntimeError: no report was stored, or it does not hold for so many ranks.
+    """
+    newest = next(iter(report.stored_reports(cache)), None)
+    if newest is None:
+        raise RuntimeError(
+            "no report was stored, so the workers did not load mla_fusion: vLLM finds a plugin by "
+            "the entry point of an installed package"
+        )
+    made = report.load(newest)
+    if made.ranks != ranks or made.differing:
+        raise RuntimeError(f"{made.ranks} ranks reported, not {ranks}; {made.differing}")
+    counts = [[*r.range, r.layers, r.fused, sum(r.declined.values())] for r in made.ranges]
+    return {"ranges": counts, "quantizations": sorted(made.quantizations())}
 
 
 def write(path: Path | str, rows: list[dict[str, Any]], facts: dict[str, str]) -> None:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import engine_model
 import torch
+from engine_jobs import reported
 from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from mla_fusion import report
 from mla_fusion.cli import child
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # How names of this library's kernels begin; the sparse decodes, mla_sparse, count as decodes.
 KERNELS = ("mla_prep", "mla_plan", "mla_decode", "mla_reduce", "mla_product")
 STEPS = 20  # of one measurement
+MORE = 10  # steps at most that an engine in a process of its own is ahead
 HELD = 400  # tokens of a request that is measured: more than its steps
 
 
@@ -82,26 +83,6 @@ def started(llm: Any) -> dict[str, float]:
     return {"ready": ready, "token": time.time(), "compile": compilation.compilation_time}
 
 
-def reported(cache: Path, ranks: int) -> dict[str, Any]:
-    """What the report says. "ranges": first and last token count, MLA layers, and those fused and
-    declined, of each compile range. "quantizations": what attention ops do to their outputs.
-
-    Raises:
-        RuntimeError: no report was stored, or it does not hold for so many ranks.
-    """
-    newest = next(iter(report.stored_reports(cache)), None)
-    if newest is None:
-        raise RuntimeError(
-            "no report was stored, so the workers did not load mla_fusion: vLLM finds a plugin by "
-            "the entry point of an installed package"
-        )
-    made = report.load(newest)
-    if made.ranks != ranks or made.differing:
-        raise RuntimeError(f"{made.ranks} ranks reported, not {ranks}; {made.differing}")
-    counts = [[*r.range, r.layers, r.fused, sum(r.declined.values())] for r in made.ranges]
-    return {"ranges": counts, "quantizations": sorted(made.quantizations())}
-
-
 def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     """Answer each line of the input with a line of JSON, until "go".
 
@@ -115,24 +96,37 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
         for line in iter(sys.stdin.readline, "go\n"):
             asked, *sizes = line.split()
             answer = {}
-            if asked == "hold":
-                held.close()
-                batch, context, prompt, prefix = map(int, sizes)
-                graphs = not (prompt or (alone and job["drafts"]))
-                if batch:
-                    tokens = HELD * (1 + job["drafts"])
-                    step = held.enter_context(requests(llm, prompts(batch, context), tokens))
-                if prompt:
-                    step = functools.partial(prefill, llm, prompt, prefix)
-                step(10)
-            else:
-                step(3)
-                answer["wall"] = clocked(step, STEPS)
-                if graphs:
-                    answer |= full_graph_times(llm, step, 1 + bool(job["drafts"]))
+            with running(llm, job):
+                if asked == "hold":
+                    held.close()
+                    batch, context, prompt, prefix = map(int, sizes)
+                    graphs = not (prompt or (alone and job["drafts"]))
+                    if batch:
+                        tokens = HELD * (1 + job["drafts"])
+                        step = held.enter_context(requests(llm, prompts(batch, context), tokens))
+                    if prompt:
+                        step = functools.partial(prefill, llm, prompt, prefix)
+                    step(10)
                 else:
-                    answer["gpu"] = eager_time(step)
+                    step(MORE if job["tp"] > 1 else 3)
+                    answer["wall"] = clocked(step, STEPS)
+                    if not graphs:
+                        answer["gpu"] = eager_time(step)
+            if asked != "hold" and graphs:
+                answer |= full_graph_times(llm, step, job)
             print(json.dumps(answer), file=progress)
+
+
+@contextlib.contextmanager
+def running(llm: Any, job: dict[str, Any]) -> Iterator[None]:
+    """Let the engine step. With tensor parallelism it steps by itself, in a process of its own, as
+    a server's does, and pauses behind this context; else it steps when it is asked."""
+    core = llm.llm_engine.engine_core
+    if job["tp"] > 1:
+        core.call_utility("resume_scheduler")
+    yield
+    if job["tp"] > 1:
+        core.call_utility("pause_scheduler", "keep", False)
 
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +235,10 @@ def eager_time(step: Callable[[int], None]) -> float:
     return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
 
 
-def full_graph_times(llm: Any, step: Callable[[int], None], graphs: int) -> dict[str, float]:
-    """Microseconds on the GPU of a step's CUDA graphs, median of `STEPS`: one of a forward pass,
+def full_graph_times(
+    llm: Any, step: Callable[[int], None], job: dict[str, Any]
+) -> dict[str, float]:
+    """Microseconds on the GPU of a step's CUDA graphs, median of the steps: one of a forward pass,
     and one of a draft, else nothing; "gpu" of the first rank, "gpu1" of the next. With collectives
     a rank waits for the others in it.
 
@@ -251,10 +247,13 @@ def full_graph_times(llm: Any, step: Callable[[int], None], graphs: int) -> dict
     """
     llm.collective_rpc("time_replays")
     try:
-        step(STEPS)
+        with running(llm, job):
+            step(STEPS)
     finally:
         times = llm.collective_rpc("replay_times")
-    if any(len(each) != STEPS * graphs for each in times):
+    graphs, more = 1 + bool(job["drafts"]), MORE if job["tp"] > 1 else 0
+    wanted = range(STEPS * graphs, (STEPS + more) * graphs + 1, graphs)
+    if any(len(each) not in wanted for each in times):
         if graphs > 1:
             return {}  # runner V1 drafts in pieces
         raise RuntimeError(

@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_model
-import engine_worker
-from engine_jobs import NO_MULTICAST, job, write
+from engine_jobs import NO_MULTICAST, job, reported, write
 
 from mla_fusion.measure import records
 
@@ -155,7 +154,7 @@ def fused_layers(server: Server, ranks: int) -> str:
     """How many MLA layers of the decode bucket its report says are fused; "" without the flag."""
     if server.arm not in engine_model.OPTIONS:
         return ""
-    (_, _, layers, fused, _), *_ = engine_worker.reported(server.folder / "cache", ranks)["ranges"]
+    (_, _, layers, fused, _), *_ = reported(server.folder / "cache", ranks)["ranges"]
     return f"{fused} of {layers}"
 
 

@@ -171,20 +171,31 @@ def test_the_last_rank_alone_has_the_planted_error(last, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("graphs", "replays", "found"),
-    [(1, [3.0] * 20, 3.0), (2, [3.0, 1.0] * 20, 4.0), (2, [1.0] * 60, None), (1, [1.0] * 40, "")],
-)
-def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(graphs, replays, found):
+    ("tp", "drafts", "replays", "found"),
+    [
+        (1, 0, [3.0] * 20, 3.0), (1, 0, [3.0] * 21, ""), (2, 0, [3.0] * 23, 3.0),
+        (2, 0, [3.0] * 60, ""), (2, 1, [3.0, 1.0] * 22, 4.0), (2, 1, [1.0] * 99, None),
+    ],
+)  # fmt: skip
+def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(tp, drafts, replays, found):
     """Of a forward pass, and of a draft; runner V1 drafts in pieces, which are not timed."""
     asked = []
-    llm = types.SimpleNamespace(collective_rpc=lambda what: asked.append(what) or [replays] * 2)
+    core = types.SimpleNamespace(call_utility=lambda name, *_: asked.append(name))
+    llm = types.SimpleNamespace(
+        collective_rpc=lambda what: asked.append(what) or [replays] * 2,
+        llm_engine=types.SimpleNamespace(engine_core=core),
+    )
+    job = {"tp": tp, "drafts": drafts}
     if found == "":
         with pytest.raises(RuntimeError, match="must be one full graph"):
-            engine_worker.full_graph_times(llm, asked.append, graphs)
+            engine_worker.full_graph_times(llm, asked.append, job)
     else:
-        times = engine_worker.full_graph_times(llm, asked.append, graphs)
+        times = engine_worker.full_graph_times(llm, asked.append, job)
         assert times == ({"gpu": found, "gpu1": found} if found else {})
-    assert asked == ["time_replays", engine_worker.STEPS, "replay_times"]
+    steps = [engine_worker.STEPS]
+    if tp > 1:  # an engine in a process of its own steps by itself
+        steps = ["resume_scheduler", *steps, "pause_scheduler"]
+    assert asked == ["time_replays", *steps, "replay_times"]
 
 
 def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
