@@ -9,13 +9,15 @@ each of `vllm bench serve` (random prompts of 1024 tokens, 256 tokens out, an ar
 one server at a time, in alternating order. mla_fusion must be installed. The exit status is 1 if a
 layer is not fused.
 
-Rows: times per output token and to the first one in milliseconds, tokens and requests a second.
+Rows, which a run that is cut keeps: times per output token and to the first one in milliseconds,
+tokens and requests a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -65,24 +67,25 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each server")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
+    rows, facts = [], records.environment(args.commit, "benchmarks/serve.py")
     servers = [serve(arm, args.tp) for arm in args.arms.split(",")]
     try:
         for server in servers:
             wait_until_ready(server)
             measure(server, float("inf"), 16)  # what compiles at a first step does it here
         fused = {server.arm: fused_layers(server, args.tp) for server in servers}
-        rows = [
-            {"arm": server.arm, "gpus": args.tp, "fused": fused[server.arm], "rate": rate,
-             "requests": LOADS[rate], "round": number, **measure(server, rate, LOADS[rate])}
-            for rate in map(float, args.rates.split(","))
-            for number in range(args.rounds)
-            for server in servers[:: 1 if number % 2 == 0 else -1]
-        ]  # fmt: skip
+        rates = [float(rate) for rate in args.rates.split(",")]
+        for number, rate in itertools.product(range(args.rounds), rates):
+            for server in servers[:: 1 if number % 2 == 0 else -1]:
+                times = measure(server, rate, LOADS[rate])
+                known = {"arm": server.arm, "gpus": args.tp, "fused": fused[server.arm]}
+                known |= {"rate": rate, "requests": LOADS[rate], "round": number}
+                rows.append(known | times)
+            write(args.out, rows, facts)
     finally:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(server.process.pid, signal.SIGKILL)
-    write(args.out, rows, records.environment(args.commit, "benchmarks/serve.py"))
     sys.exit(any(count not in ("", "27 of 27") for count in fused.values()))
 
 
