@@ -241,9 +241,10 @@ def judged(
     for pair, difference in pairs.items():
         print(f"   {pair}: {difference}")
     return {
-        "configuration": title, "runner": fused["runner"], "bucket_layers": layers,
-        "bucket_fused": inside, "other_fused": outside, "verdict": verdict, "planted": found,
-        "steps": fused["steps"], **{pair: str(each) for pair, each in pairs.items()},
+        "configuration": title, "runner": fused["runner"], "all_reduce": fused["all_reduce"],
+        "bucket_layers": layers, "bucket_fused": inside, "other_fused": outside,
+        "verdict": verdict, "planted": found, "steps": fused["steps"],
+        **{pair: str(each) for pair, each in pairs.items()},
     }  # fmt: skip
 
 

@@ -220,9 +220,9 @@ def timed(
 
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
-    """The columns of what an engine is: model runner, attention, layers of the decode bucket."""
+    """The columns of what an engine is: runner, attention, all-reduce, layers of the bucket."""
     layers, fused, _ = layers_of(result) if "ranges" in result else ("", "", "")
-    names = ("runner", "attention")
+    names = ("runner", "attention", "all_reduce")
     return {n: result[n] for n in names} | {"bucket_layers": layers, "bucket_fused": fused}
 
 

@@ -165,7 +165,7 @@ def job(**changes: Any) -> dict[str, Any]:
         "mode": 3,  # of compilation: vLLM's default
         "capture": [1, 2, 4, 8, 16], "rope": "native", "drafts": 0, "drafter": "mtp", "runner": "",
         "variables": {},  # of the environment
-        "seqs": 16, "max_len": 4096, "max_tokens": 2048, "cache_bytes": 1 << 30,
+        "seqs": 16, "max_len": 4096, "max_tokens": 2048, "cache_bytes": 1 << 28,
         "shared_weights": "", "prefix_caching": False, "tokens": 256,
         "tp": 1, "dp": 1, "dp_rank": 0, "dcp": 1,
         # Prompt lengths of requests; a phase begins when the one before has ended.

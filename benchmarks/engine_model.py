@@ -90,9 +90,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "r1-dp": {**_V3, **_HEADS, "max_position_embeddings": 163840},
     # The same with a few experts after the first layer, which ranks of data parallelism share
     "r1-ep": {
-        **_V3, **_HEADS, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_shared_experts": 1,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_group": 1, "topk_group": 1,
-        "norm_topk_prob": True, "scoring_func": "sigmoid",
+        **_V3, **_HEADS, "max_position_embeddings": 163840, "first_k_dense_replace": 1,
+        "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 512, "scoring_func": "sigmoid",
     },
     # The attention of Mistral-Large-3, one rank of tensor parallel 8. The checkpoint scales the
     # query from position 8192 on: here from 32 on.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import engine_model
 import torch
 from engine_jobs import reported
-from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group, get_world_group
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -282,23 +282,24 @@ class Worker:
     """Methods that every worker answers by `collective_rpc`."""
 
     def engine_facts(self: Any) -> dict[str, str]:
-        """The model runner, V1 or V2, and the backend of the attention."""
+        """The model runner, V1 or V2, the backend of the attention, and that of the all-reduce."""
         from mla_fusion.config import vllm_compat
 
         layers = self.vllm_config.compilation_config.static_forward_context
         layer = next(iter(vllm_compat.mla_layers(layers).values()))
-        second = ".gpu.model_runner" in type(self.model_runner).__module__
+        second, group = ".gpu.model_runner" in type(self.model_runner).__module__, get_tp_group()
+        # As vLLM tries them.
+        kinds = {"fi_ar_comm": "FlashInfer", "ca_comm": "custom", "pynccl_comm": "NCCL"}
+        made = ((kinds[n], getattr(group.device_communicator, n, None)) for n in kinds)
         return {
             "runner": "V2" if second else "V1",
             "attention": layer.get_attn_backend().get_name(),
+            "all_reduce": next((name for name, each in made if each and not each.disabled), ""),
         }
 
     def time_replays(self: Any) -> None:
-        """Put events around the replays of CUDA graphs, until `replay_times`.
-
-        Events, not the profiler: kernels overlap, and the profiler counts the time that one waits
-        for its predecessor twice.
-        """
+        """Put events around the replays of CUDA graphs, until `replay_times`. The profiler would count
+        the time twice that a kernel waits for its predecessor."""
         replay = torch.cuda.CUDAGraph.replay
         self.replay, self.replays = replay, []
 

@@ -27,7 +27,7 @@ def result(tokens, gaps):
 
 
 TOKENS = [1, 2, 3, 4]
-BASE = {**result(TOKENS, [2.0] * 4), "runner": "V2"}
+BASE = {**result(TOKENS, [2.0] * 4), "runner": "V2", "all_reduce": ""}
 # Gaps move by 0.1 in one of four contexts: that is the noise.
 NOISY = [2.0, 2.1, 2.0, 2.0]
 NOISE = engine_compare.compare(result(TOKENS, NOISY), BASE)
@@ -103,7 +103,7 @@ def test_block_fp8_is_measured_by_more_unfused_arms(gaps, instead, word, found):
     asked = job(**engine.configurations(1)[NAME])
     layers = asked["layers"]
     counts = dict.fromkeys(engine.KERNELS, layers) | {"mla_plan": 1}
-    says = {"steps": 9, "runner": "V1", "quantizations": ["group"], **instead}
+    says = {"steps": 9, "runner": "V1", "all_reduce": "", "quantizations": ["group"], **instead}
     says = {"ranges": [[1, 16, layers, layers, 0]], "launches": {"1": counts, "5": counts}} | says
     gaps = {"fused": ALL, "portable": ALL} | gaps
     for ours in ("fused", "portable"):
@@ -127,7 +127,8 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
         # vLLM's own fusion, the arm `cat`, is wrong where ranks share a cache.
         other = options["arm"] == "cat" or (options["model"], options["dcp"]) == ("k2-tp4", 1)
         gaps = FAR if options["arm"] == "planted" else NOISY if other else [2.0] * 4
-        return result(TOKENS, gaps) | {"runner": "V2", "steps": 9, "ranges": [[1, 16, 5, 5, 0]]}
+        said = {"steps": 9, "ranges": [[1, 16, 5, 5, 0]]}
+        return BASE | said | result(TOKENS, gaps)
 
     monkeypatch.setattr(engine, "run", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
