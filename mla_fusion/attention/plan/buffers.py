@@ -47,6 +47,8 @@ class Rules:
     overhead: int
     max_split_per_batch: int
     half_below: int = 0
+    chunk: int = 0  # tokens; 0: the batch decides where a sequence is cut
+    max_chunks: int = 0  # of a tile
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
@@ -55,12 +57,17 @@ class Rules:
         return ctas if self.max_split_per_batch < 0 else min(ctas, cap)
 
     def max_works(self, max_batch: int) -> int:
-        """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
+        """Most work items of a plan: each tile ends once, each CTA but one cuts once; or all
+        chunks."""
+        if self.chunk:
+            return max_batch * self.fold * self.max_chunks
         return max_batch * self.fold + self.ctas - 1
 
     def max_partials(self, max_batch: int) -> int:
-        """Most splits that are merged: two for each CTA, one for the first and the last."""
-        return min(self.max_works(max_batch), 2 * (self.ctas - 1))
+        """Most splits that are merged: two for each CTA, one for the first and the last; or all
+        chunks, each of which has its own."""
+        works = self.max_works(max_batch)
+        return works if self.chunk else min(works, 2 * (self.ctas - 1))
 
     def partial_map_size(self, max_batch: int) -> int:
         """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
@@ -81,16 +88,21 @@ class Settings:
         max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
             block), shared by all of them.
         max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
-            token at a fixed address; without it the first decode of a step allocates them.
+            token at a fixed address; without it the first decode of a step allocates them. A
+            batch-invariant plan needs it: it has room for all chunks of max_batch sequences.
         kv_granularity: tokens of a block, 65536 at most: sequences are cut at multiples of it.
             AITER's planner takes a power of two.
         overhead: fixed cost of a work item, in blocks; by default 16. At most 1024, and less for
             more than 2^18 tiles: 2^28 blocks over max_batch * num_heads / 16.
-        half_below: with fewer sequences than this, half of the CTAs get work, at least one.
+        half_below: with fewer sequences than this, half of the CTAs get work, at least one. A
+            batch-invariant plan ignores it: a kernel has other tiles for half of the CTAs.
         v_head_dim: L, the latent width: columns of the output of the decode, in front of its
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
             model's v_head_dim.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
+        batch_invariant: every sequence is cut at multiples of `chunk` tokens, whatever the other
+            sequences of a step, max_batch and ctas are.
+        chunk: tokens of a chunk, a multiple of kv_granularity.
     """
 
     max_batch: int
@@ -108,6 +120,8 @@ class Settings:
     half_below: int = 0
     v_head_dim: int = 512
     planner: str = "portable"
+    batch_invariant: bool = False
+    chunk: int = 512
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", device_of(self.device))
@@ -133,6 +147,11 @@ class Settings:
         check("overhead", overhead <= most, want, overhead)
         granularity, want = self.kv_granularity, f"at most {MOST_GRANULARITY}"
         check("kv_granularity", granularity <= MOST_GRANULARITY, want, granularity)
+        if self.batch_invariant:
+            check("planner", self.planner == "portable", '"portable", with chunks', self.planner)
+            check("max_kv_len", self.max_kv_len is not None, "given, with chunks", None)
+            want = f"a multiple of kv_granularity ({granularity})"
+            check("chunk", self.chunk % granularity == 0, want, self.chunk)
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
             raise ValueError(
                 f"{self.max_batch} sequences of {self.max_kv_len} KV tokens are {tokens}, and a "
@@ -146,8 +165,11 @@ class Settings:
         if not ctas:
             raise ValueError(f"ctas must be given on {self.device}: it has no SMs")
         overhead = OVERHEAD if self.overhead is None else self.overhead
-        more = self.max_split_per_batch, self.half_below
-        return Rules(ctas, fold, self.kv_granularity, overhead, *more)
+        common = ctas, fold, self.kv_granularity, overhead, self.max_split_per_batch
+        if not self.batch_invariant:
+            return Rules(*common, self.half_below)
+        assert self.max_kv_len is not None, "checked"
+        return Rules(*common, chunk=self.chunk, max_chunks=-(-self.max_kv_len // self.chunk))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,7 +96,11 @@ def fill_arrays(
     each = zip(blocks.tolist(), seq_lens.tolist(), fixed.tolist(), strict=True)
     tiles = [_Tile(*tile) for tile in list(each)[:live] for _ in range(rules.fold)]
     longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
-    items = _pack_tightly(tiles, rules, rules.busy_ctas(len(seq_lens)), longest, max_query_len)
+    busy = rules.busy_ctas(len(seq_lens))
+    if rules.chunk:
+        items = _chunks(tiles, rules, busy)
+    else:
+        items = _pack_tightly(tiles, rules, busy, longest, max_query_len)
     cta, tile, begin, end, is_last = np.array(items, np.int64).reshape(-1, 5).T
     ends = is_last > 0
     sequence, block = np.divmod(tile, rules.fold)
@@ -129,6 +133,20 @@ class _Tile(NamedTuple):
     blocks: int
     tokens: int
     overhead: int
+
+
+def _chunks(tiles: list[_Tile], rules: Rules, busy: int) -> list[_Item]:
+    """The items of a batch-invariant plan for `busy` CTAs."""
+    step, at = rules.chunk // rules.granularity, 0
+    starts = [range(0, max(tile.blocks, 1), step) for tile in tiles]
+    total = sum(x.blocks + len(of) * x.overhead for x, of in zip(tiles, starts, strict=True))
+    items: list[_Item] = []
+    for number, tile in enumerate(tiles):
+        for begin in starts[number]:
+            end = min(begin + step, tile.blocks)
+            items.append((at * busy // total, number, begin, end, end == tile.blocks))
+            at += end - begin + tile.overhead
+    return items
 
 
 def _pack_tightly(
