@@ -100,9 +100,13 @@ class Settings:
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
             model's v_head_dim.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
-        batch_invariant: every sequence is cut at multiples of `chunk` tokens, whatever the other
-            sequences of a step, max_batch and ctas are.
-        chunk: tokens of a chunk, a multiple of kv_granularity.
+        batch_invariant: every sequence is cut at multiples of `chunk` tokens, and its splits are
+            merged in order. The bits of a row then depend on its query and the keys that it sees
+            alone: neither on the other sequences of a step or their number, nor on the drafts
+            behind the row, ctas or max_batch. For a kernel computes every row of a tile by itself,
+            its tiles begin at multiples from the start of a sequence, and a key that a row does not
+            see adds a zero.
+        chunk: tokens of a chunk, a multiple of kv_granularity. The bits depend on it.
     """
 
     max_batch: int
