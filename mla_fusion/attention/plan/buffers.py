@@ -105,7 +105,7 @@ class Settings:
             alone: neither on the other sequences of a step or their number, nor on the drafts
             behind the row, ctas or max_batch. For a kernel computes every row of a tile by itself,
             its tiles begin at multiples from the start of a sequence, and a key that a row does not
-            see adds a zero.
+            see adds a zero. An epilogue has a kernel for that on Hopper alone.
         chunk: tokens of a chunk, a multiple of kv_granularity. The bits depend on it.
     """
 
