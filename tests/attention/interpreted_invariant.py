@@ -7,7 +7,7 @@ import torch
 
 from mla_fusion.attention import persistent_mla_decode
 from mla_fusion.attention.plan import planner_triton
-from tests.attention.decodes import BF16, FN
+from tests.attention.decodes import BF16, FN, plan_for
 from tests.attention.sequences import Sequence, bits_of, step_of
 from tests.kernels import interpreter
 
@@ -67,3 +67,12 @@ def test_a_sequence_has_the_same_bits_in_every_batch(seeds, provider):
 
 def test_a_cut_by_the_batch_is_found():
     assert differing(2, batch_invariant=False) > 0
+
+
+def test_no_item_is_written_behind_the_plan():
+    """Of a sequence longer than the plan was allocated for; bounds are checked."""
+    sizes = {"max_batch": 2, "max_kv_len": 2 * CHUNK, "chunk": CHUNK, "v_head_dim": 8}
+    plan = plan_for(batch_invariant=True, **sizes)
+    starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2], [500, 64]))
+    planner_triton.fill(plan, starts, lengths, 1)
+    assert plan.work_indptr[-1] == len(plan.work_info_set) == 4
