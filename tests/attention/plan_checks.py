@@ -58,8 +58,7 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
             starts = [item[planner.KV_START] for item in mine]
             assert starts == sorted(starts)
             if rules.chunk and rows:
-                cuts = range(0, max(length, 1), rules.chunk)
-                assert starts == [tokens[sequence] + cut for cut in cuts]
+                assert starts == [tokens[sequence] + cut for cut in rules.cuts(length)]
             begin, end = plan.reduce_indptr[tile : tile + 2]
             partials = [item[planner.PARTIAL_ROW] for item in mine if len(mine) > 1]
             assert plan.reduce_partial_map[begin:end].tolist() == partials
@@ -83,7 +82,7 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
     busy = rules.busy_ctas(batch)
     assert not load[busy:].any()
     if rules.chunk:
-        most = min(rules.chunk, max(seq_lens))
+        most = min(max(rules.chunk, rules.middle, rules.far), max(seq_lens))
         assert load.max() <= load[:busy].mean() + -(-most // rules.granularity) + rules.overhead
         return
     spare = max(-(-(max_query_len - 1) // rules.granularity), 0 if splits else rules.overhead // 2)

@@ -64,7 +64,7 @@ def test_an_epilogue_without_such_a_kernel_is_refused():
 
 def executed(sequences, module, heads, dtype, machine, **options):
     """The bits of each sequence after a kernel for Hopper on the CPU, and the merge in torch."""
-    sizes = {"latent": 512, "rope": 64, "page": 64, "longest": 200, "chunk": 64}
+    sizes = {"latent": 512, "rope": 64, "page": 64, "longest": 200, "chunks": (64, 128, 64)}
     given = step_of(sequences, dtype, heads, **sizes, kv_granularity=64, **options)
     tokens = len(given["q"])
     out, lse = torch.empty(tokens, heads, 512, dtype=BF16), torch.empty(tokens, heads)

@@ -30,7 +30,7 @@ def batches(draw):
         rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
     else:
         chunk = rules[2] * draw(st.sampled_from((1, 4, 16)))
-        rules = Rules(*rules, chunk=chunk, max_chunks=-(-2000 // chunk))
+        rules = Rules(*rules, 0, chunk, chunk * draw(st.sampled_from((1, 4))), 7 * chunk, 2000)
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
     rows = st.sampled_from((longest, longest, 1, 0)) | st.integers(0, longest)
     tokens = st.integers(0, 70) | st.integers(0, 2000) | st.sampled_from((0, 1, 15, 16, 17, 512))
@@ -222,7 +222,7 @@ class TestPlan:
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
             ({"max_kv_len": 2**30}, "4294967296, and a plan counts them in 32 bits"),
             ({"batch_invariant": True}, "max_kv_len must be given, with chunks"),
-            ({"batch_invariant": True, "max_kv_len": 9, "chunk": 24}, "multiple of kv_gran.*16"),
+            ({"batch_invariant": True, "max_kv_len": 9, "chunks": (32, 48, 64)}, "chunks must"),
             ({"batch_invariant": True, "planner": "aiter"}, 'planner must be "portable"'),
         ],
     )
@@ -248,11 +248,11 @@ class TestPlan:
             ({"seq_lens": ints(*[1] * 5), "qo_indptr": ints(*range(6))}, "1 to 4 sequences"),
             ({"max_query_len": 3}, "max_query_len must be 1 to 2"),
             ({"seq_lens": ints(2**31 - 1, 1)}, "2147483648 KV tokens"),
-            ({"seq_lens": ints(4, 1025)}, "at most 1024, for which the plan has chunks, got 1025"),
+            ({"seq_lens": ints(4, 1025)}, "at most 600 .max_kv_len., got 1025"),
         ],
     )
     def test_refresh_refuses(self, changes, message):
         given = {"qo_indptr": ints(0, 1, 2), "seq_lens": ints(4, 5), "num_tokens": 2}
-        chunks = {"batch_invariant": True, "max_kv_len": 600} if "chunks" in message else {}
+        chunks = {"batch_invariant": True, "max_kv_len": 600} if "max_kv_len" in message else {}
         with pytest.raises(ValueError, match=message):
             make(**chunks).refresh(**{"max_query_len": 1, **given, **changes})

@@ -140,12 +140,12 @@ def test_what_was_asked_is_timed(gpu, monkeypatch, capsys, tmp_path, values, cap
 
     def allocating(**settings):
         caps.add(settings["max_split_per_batch"])
-        assert settings.get("chunk", 0) == (0 if values else 64)
+        assert settings.get("chunks") == (None if values else (64, 64, 128))
         return allocate(**settings)
 
     monkeypatch.setattr(peers.PersistentDecodePlan, "allocate", allocating)
     words = ["--values", str(values), "--max-split-per-batch", str(cap)] if values else []
-    words += [] if values else ["--chunk", "64"]
+    words += [] if values else ["--chunks", "64", "64", "128"]
     status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
     found = {(row["candidate"], row["values"]) for row in rows}
     assert status == 0 and found == {("ours", str(values))} and caps == {cap}

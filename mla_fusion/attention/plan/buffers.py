@@ -21,6 +21,10 @@ OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 # block leave room for the keys. It tries up to `overhead` budgets, one after another.
 MOST_FIXED, MOST_OVERHEAD, MOST_GRANULARITY = 2**28, 2**10, 2**16
 
+# Of a batch-invariant plan: chunks of the first kind, and the length of its first two kinds in
+# such chunks. On an H200 short contexts want short chunks, and long ones would fill memory.
+NEAR, FAR = 4, 32
+
 # The six buffers that AITER knows, in the order of get_mla_metadata_info_v1.
 AITER_BUFFERS = (
     "work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
@@ -48,7 +52,15 @@ class Rules:
     max_split_per_batch: int
     half_below: int = 0
     chunk: int = 0  # tokens; 0: the batch decides where a sequence is cut
-    max_chunks: int = 0  # of a tile
+    middle: int = 0  # tokens of a chunk behind the first NEAR
+    far: int = 0  # and from token FAR * chunk on
+    room: int = 0  # most tokens of a sequence
+
+    def cuts(self, tokens: int) -> list[int]:
+        """The tokens at which the chunks of a sequence begin."""
+        near, far = NEAR * self.chunk, FAR * self.chunk
+        behind = [*range(near, min(tokens, far), self.middle), *range(far, tokens, self.far)]
+        return [*range(0, min(max(tokens, 1), near), self.chunk), *behind]
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
@@ -60,7 +72,7 @@ class Rules:
         """Most work items of a plan: each tile ends once, each CTA but one cuts once; or all
         chunks."""
         if self.chunk:
-            return max_batch * self.fold * self.max_chunks
+            return max_batch * self.fold * len(self.cuts(self.room))
         return max_batch * self.fold + self.ctas - 1
 
     def max_partials(self, max_batch: int) -> int:
@@ -100,13 +112,15 @@ class Settings:
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
             model's v_head_dim.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
-        batch_invariant: every sequence is cut at multiples of `chunk` tokens, and its splits are
-            merged in order. The bits of a row then depend on its query and the keys that it sees
-            alone: neither on the other sequences of a step or their number, nor on the drafts
-            behind the row, ctas or max_batch. For a kernel computes every row of a tile by itself,
-            its tiles begin at multiples from the start of a sequence, and a key that a row does not
-            see adds a zero. An epilogue has a kernel for that on Hopper alone.
-        chunk: tokens of a chunk, a multiple of kv_granularity. The bits depend on it.
+        batch_invariant: every sequence is cut into `chunks`, and its splits are merged in order.
+            The bits of a row then depend on its query and the keys that it sees alone: neither on
+            the other sequences of a step or their number, nor on the drafts behind the row, ctas or
+            max_batch. For a kernel computes every row of a tile by itself, its tiles begin at fixed
+            tokens of a sequence, and a key that a row does not see adds a zero. An epilogue has a
+            kernel for that on Hopper alone.
+        chunks: tokens of the first NEAR chunks, of those up to token FAR * chunks[0], and of those
+            behind it: multiples of kv_granularity, the second a divisor of (FAR - NEAR) *
+            chunks[0]. The bits depend on them.
     """
 
     max_batch: int
@@ -125,7 +139,7 @@ class Settings:
     v_head_dim: int = 512
     planner: str = "portable"
     batch_invariant: bool = False
-    chunk: int = 512
+    chunks: tuple[int, int, int] = (256, 512, 1024)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", device_of(self.device))
@@ -154,8 +168,11 @@ class Settings:
         if self.batch_invariant:
             check("planner", self.planner == "portable", '"portable", with chunks', self.planner)
             check("max_kv_len", self.max_kv_len is not None, "given, with chunks", None)
-            want = f"a multiple of kv_granularity ({granularity})"
-            check("chunk", self.chunk % granularity == 0, want, self.chunk)
+            near, middle, _ = self.chunks
+            ok = min(self.chunks) > 0 and (FAR - NEAR) * near % middle == 0
+            ok &= not any(tokens % granularity for tokens in self.chunks)
+            want = f"three multiples of kv_granularity ({granularity}), {FAR - NEAR} of the first "
+            check("chunks", ok, want + "a multiple of the second", self.chunks)
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
             raise ValueError(
                 f"{self.max_batch} sequences of {self.max_kv_len} KV tokens are {tokens}, and a "
@@ -173,7 +190,7 @@ class Settings:
         if not self.batch_invariant:
             return Rules(*common, self.half_below)
         assert self.max_kv_len is not None, "checked"
-        return Rules(*common, chunk=self.chunk, max_chunks=-(-self.max_kv_len // self.chunk))
+        return Rules(*common, 0, *self.chunks, self.max_kv_len)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,10 @@ its own. So it knows where its items, splits and costs begin, and waits for no o
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.plan import buffers
+
 ITEMS = tl.constexpr(128)  # that a program writes at once
+NEAR, FAR = tl.constexpr(buffers.NEAR), tl.constexpr(buffers.FAR)
 
 
 @triton.jit
@@ -20,6 +23,26 @@ def before(values, b, own):
 def value_of(values, b, own):
     """The value of sequence `own`."""
     return tl.sum(tl.where(b == own, values, 0))
+
+
+@triton.jit
+def number_of(x, a, b, c, rules: tl.constexpr):
+    """The chunks of a sequence that begin in front of `x`, if those of its three kinds take a, b
+    and c: tokens, or the costs of their items."""
+    MIDDLE: tl.constexpr = (FAR - NEAR) * rules.chunk // rules.middle
+    behind = tl.maximum(x - NEAR * a, 0)
+    near = tl.minimum((x + a - 1) // a, NEAR)
+    middle = tl.minimum((behind + b - 1) // b, MIDDLE)
+    return near + middle + (tl.maximum(behind - MIDDLE * b, 0) + c - 1) // c
+
+
+@triton.jit
+def begin_of(n, a, b, c, rules: tl.constexpr):
+    """Where chunk `n` of a sequence begins, as above."""
+    MIDDLE: tl.constexpr = (FAR - NEAR) * rules.chunk // rules.middle
+    behind = tl.maximum(n - NEAR, 0)
+    far = tl.maximum(behind - MIDDLE, 0)
+    return tl.minimum(n, NEAR) * a + tl.minimum(behind, MIDDLE) * b + far * c
 
 
 @triton.jit(do_not_specialize=["batch", "busy", "max_query_len", "step_qo_indptr", "seq_lens"])
@@ -37,9 +60,10 @@ def mla_plan_chunks(
     query = tl.load(step_qo_indptr + b, mask=given, other=0)
     rows = tl.load(step_qo_indptr + b + 1, mask=given, other=0) - query
     length = tl.load(seq_lens + b, mask=given, other=0)
-    planned = tl.where(rows > 0, tl.minimum(length, RULES.chunk * RULES.max_chunks), 0)
+    planned = tl.where(rows > 0, tl.minimum(length, RULES.room), 0)
     is_live = b < tl.max(tl.where(rows > 0, b + 1, 0))
-    chunks = tl.where(is_live, tl.maximum((planned + RULES.chunk - 1) // RULES.chunk, 1), 0)
+    chunks = number_of(planned, RULES.chunk, RULES.middle, RULES.far, RULES)
+    chunks = tl.where(is_live, tl.maximum(chunks, 1), 0)
     splits = tl.where(chunks > 1, chunks, 0)
     blocks = (planned + RULES.granularity - 1) // RULES.granularity
     cost = tl.where(rows > 0, blocks + chunks * RULES.overhead, 0).to(tl.int64)
@@ -67,8 +91,9 @@ def mla_plan_chunks(
         item = start + tl.arange(0, ITEMS)
         mask = item < count * FOLD
         block, chunk = item // count, item % count
-        begin = tl.minimum(chunk * RULES.chunk, planned)
-        stop = tl.minimum(begin + RULES.chunk, planned)
+        begin = begin_of(chunk, RULES.chunk, RULES.middle, RULES.far, RULES)
+        stop = begin_of(chunk + 1, RULES.chunk, RULES.middle, RULES.far, RULES)
+        begin, stop = tl.minimum(begin, planned), tl.minimum(stop, planned)
         of_query = query * FOLD + block * rows
         row = work_info_set + (first + item) * 8
         tl.store(row, own * FOLD + block, mask=mask)
@@ -94,18 +119,23 @@ def write_ctas(
     """Write the first item of each CTA whose share of the costs begins in sequence `own`, or behind
     the last item of the sequence in front. first: the number of this sequence's first item."""
     FOLD: tl.constexpr = rules.fold
-    step = rules.chunk // rules.granularity + rules.overhead  # of a whole chunk
+    # Costs of whole chunks.
+    NEARER: tl.constexpr = rules.chunk // rules.granularity + rules.overhead
+    MIDDLE: tl.constexpr = rules.middle // rules.granularity + rules.overhead
+    FARTHER: tl.constexpr = rules.far // rules.granularity + rules.overhead
     total, begin = tl.sum(cost) * FOLD, before(cost, b, own) * FOLD
     tile, count = value_of(cost, b, own), value_of(chunks, b, own)
     w = tl.arange(0, BLOCK_W).to(tl.int64)
     share = (w * total + busy - 1) // busy
     # Where the last items of this sequence and of the one in front begin.
-    last = begin + (FOLD - 1) * tile + tl.maximum(count - 1, 0) * step
-    one_before = value_of(cost, b, own - 1) - (value_of(chunks, b, own - 1) - 1) * step
+    last = begin_of(tl.maximum(count - 1, 0), NEARER, MIDDLE, FARTHER, rules)
+    last += begin + (FOLD - 1) * tile
+    one_before = begin_of(value_of(chunks, b, own - 1) - 1, NEARER, MIDDLE, FARTHER, rules)
+    one_before = value_of(cost, b, own - 1) - one_before
     earlier = tl.where(own == 0, -1, begin - one_before)
     inside = tl.maximum(share - begin, 0)
     block = tl.minimum(inside // tl.maximum(tile, 1), FOLD - 1)
-    chunk = (inside - block * tile + step - 1) // step
+    chunk = number_of(inside - block * tile, NEARER, MIDDLE, FARTHER, rules)
     at = first + block * count + tl.minimum(chunk, count)
     wanted = (share > earlier) & (share <= last) & (w < busy)
     tl.store(work_indptr + w, at.to(tl.int32), mask=wanted & (count > 0))

@@ -25,6 +25,7 @@ CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a 
 for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
 """
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -137,13 +138,13 @@ class _Tile(NamedTuple):
 
 def _chunks(tiles: list[_Tile], rules: Rules, busy: int) -> list[_Item]:
     """The items of a batch-invariant plan for `busy` CTAs."""
-    step, at = rules.chunk // rules.granularity, 0
-    starts = [range(0, max(tile.blocks, 1), step) for tile in tiles]
-    total = sum(x.blocks + len(of) * x.overhead for x, of in zip(tiles, starts, strict=True))
+    cuts = [[at // rules.granularity for at in rules.cuts(tile.blocks and tile.tokens)]
+            for tile in tiles]  # fmt: skip
+    total = sum(x.blocks + len(of) * x.overhead for x, of in zip(tiles, cuts, strict=True))
     items: list[_Item] = []
+    at = 0
     for number, tile in enumerate(tiles):
-        for begin in starts[number]:
-            end = min(begin + step, tile.blocks)
+        for begin, end in itertools.pairwise([*cuts[number], tile.blocks]):
             items.append((at * busy // total, number, begin, end, end == tile.blocks))
             at += end - begin + tile.overhead
     return items

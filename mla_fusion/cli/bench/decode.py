@@ -35,7 +35,7 @@ TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
     "batches": (1, 4, 16, 64, 128), "contexts": (1024, 8192, 65536), "heads": (16, 128),
     "queries": (1,), "rope": 64, "latent": 512, "page": peers.PAGE, "values": 0,
-    "max_split_per_batch": -1, "chunk": 0, "rounds": 7, "bf16": False, "fp8": False, "peers": (),
+    "max_split_per_batch": -1, "chunks": (), "rounds": 7, "bf16": False, "fp8": False, "peers": (),
 }  # fmt: skip
 
 
@@ -78,8 +78,9 @@ def compile_ours(cases: Iterable[Case]) -> None:
 def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Case]:
     """All cases of the settings. Batches of 16 to 64 sequences have ragged lengths too."""
     layers = itertools.product(types, settings.heads, settings.queries)
-    names = "page", "latent", "rope", "values", "max_split_per_batch", "chunk"
+    names = "page", "latent", "rope", "values", "max_split_per_batch"
     shared = {name: getattr(settings, name) for name in names}
+    shared["chunks"] = tuple(settings.chunks)
     steps = [*itertools.product(settings.batches, settings.contexts)]
     if large := [f"{b} x {n}" for b, n in steps if b * n > MOST_TOKENS]:
         print(f"left out, more than {MOST_TOKENS} tokens: {', '.join(large)}")

@@ -35,12 +35,13 @@ def check(
     rng = random.Random(0)
     for shape, rule in itertools.product(planners, RULES):
         max_batch, heads, ctas, granularity, overhead = shape
+        chunk = granularity * max(1, 256 // granularity)
         fields: dict[str, Any] = {
             "max_batch": max_batch, "max_query_len": LONGEST, "num_heads": heads,
             "q_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "ctas": ctas, "v_head_dim": 8,
             "kv_granularity": granularity, "overhead": overhead,
             "max_kv_len": 100 * max(1000, granularity),
-            "chunk": granularity * max(3, 4096 // granularity), **RULES[rule],
+            "chunks": (chunk, 4 * chunk, 16 * chunk), **RULES[rule],
         }  # fmt: skip
         want, got = (PersistentDecodePlan.allocate(**fields, device=at) for at in ("cpu", device))
         different = 0
