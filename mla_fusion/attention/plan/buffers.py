@@ -41,6 +41,13 @@ def device_of(device: Any) -> torch.device:
         raise ValueError(f"device must be one such as 'cuda' or 'cpu', got {device!r}") from None
 
 
+def cuts(tokens: int, near: int, middle: int, far: int) -> list[int]:
+    """The tokens at which the chunks of a sequence of `tokens` begin, with `Settings.chunks`."""
+    first, second = NEAR * near, FAR * near
+    behind = [*range(first, min(tokens, second), middle), *range(second, tokens, far)]
+    return [*range(0, min(max(tokens, 1), first), near), *behind]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The constants of a planner, as in `Settings`; fold: head blocks of a sequence."""
@@ -58,9 +65,7 @@ class Rules:
 
     def cuts(self, tokens: int) -> list[int]:
         """The tokens at which the chunks of a sequence begin."""
-        near, far = NEAR * self.chunk, FAR * self.chunk
-        behind = [*range(near, min(tokens, far), self.middle), *range(far, tokens, self.far)]
-        return [*range(0, min(max(tokens, 1), near), self.chunk), *behind]
+        return cuts(tokens, self.chunk, self.middle, self.far)
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
