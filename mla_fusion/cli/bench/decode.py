@@ -27,7 +27,7 @@ from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Ceilings
 
 STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
-CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
+CASE = [*STEP, *LAYER, "latent", "rope", "page", "values", "chunks"]
 RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "of_read", "tflops", "error"]
 OURS, READ = "ours", "read"
 MOST_TOKENS = 2**24  # of a step: those that an H200 holds, with 14 layers of 576 bytes a token
@@ -105,6 +105,7 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
         return []
     default = peers.vllm_default(case)
     known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
+    known["chunks"] = " ".join(map(str, case.chunks))
     candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
     rows, told, work = [], [], (case.bytes(), case.flops())
 
