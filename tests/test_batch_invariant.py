@@ -50,8 +50,11 @@ def test_a_layer_without_a_plan_stays_with_its_backend_and_the_log_says_why():
     many = SimpleNamespace(num_heads=128, attn_backend=BACKEND)
     sizes = SimpleNamespace(batch_invariant=True, rows=4, sequences=4096, context=4096,
                             options=Options("triton"))  # fmt: skip
+    sizes.measured = SimpleNamespace(why_not_run="{} has not run with Triton 9".format)
     choice = decode_choice.choose(many, sizes, plain.facts)
     assert choice.why.startswith("ITS (") and "partial rows would fill" in choice.why
+    sizes.sequences = 4
+    assert "('float32', 128, 4) has not run" in decode_choice.choose(many, sizes, plain.facts).why
 
 
 def test_decode_rows_of_a_mixed_step_have_the_bits_of_a_decode_only_step():

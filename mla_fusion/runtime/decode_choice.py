@@ -70,9 +70,14 @@ def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
 def _invariant(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """With VLLM_BATCH_INVARIANT=1: ours in every step, or in none."""
     why = facts.no_plan
-    chunks = chunks_of(layer.num_heads, engine.rows, engine.sequences, engine.context)
-    if not chunks:
-        why = why or Decline(eligibility.INVARIANT, "partial rows would fill the GPU's memory")
+    longest = engine.context + engine.rows
+    chunks = chunks_of(layer.num_heads, engine.rows, engine.sequences, longest)
+    untried = ""
+    if engine.options.attention == "auto":
+        untried = engine.measured.why_not_run((_name(facts.query), layer.num_heads, engine.rows))
+    detail = untried if chunks else "partial rows would fill the GPU's memory"
+    if detail:
+        why = why or Decline(eligibility.INVARIANT, detail)
     if why:
         return Choice(why=f"{layer.attn_backend.get_name()} ({why.explain()})")
     said = "portable in every step, in chunks of {}, {} and {} tokens".format(*chunks)

@@ -76,7 +76,8 @@ def executed(sequences, module, heads, dtype, machine, **options):
 
 @pytest.mark.parametrize("dtype", [BF16, FN])
 @pytest.mark.parametrize(
-    ("module", "heads", "machine"), [(warp_specialized, 40, Machine), (decode, 8, InStep)]
+    ("module", "heads", "machine"),
+    [(warp_specialized, 40, Machine), (decode, 8, InStep), (decode, 20, InStep)],
 )
 def test_kernels_for_hopper_give_a_row_the_same_bits(module, heads, machine, dtype):
     """Alone, and without its last draft, which is a chunk of its own, among others."""
