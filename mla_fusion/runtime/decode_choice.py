@@ -85,8 +85,8 @@ def _invariant(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Cho
 
 
 def chunks_of(heads: int, rows: int, sequences: int, context: int) -> tuple[int, ...]:
-    """`Settings.chunks` for an engine: those measured best if their partial rows take at most
-    MOST_PARTIALS, else longer ones, far from the start first; () if a whole sequence takes more."""
+    """`Settings.chunks` for an engine: those measured best if their partial rows take MOST_PARTIALS
+    at most, else longer ones, far from the start first; () if even whole sequences take more."""
     near, middle, far = CHUNKS[heads >= MANY_HEADS]
     size = sequences * rows * (-(-heads // 16) * 16) * (measured.WIDTHS[0] + 1) * 4
     while size * len(buffers.cuts(context, near, middle, far)) > MOST_PARTIALS:
