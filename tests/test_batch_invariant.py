@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mla_fusion import report
 from mla_fusion.attention.plan import buffers
 from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.plugin import workers
@@ -47,14 +48,19 @@ def test_a_layer_without_a_plan_stays_with_its_backend_and_the_log_says_why():
     assert with_window.plan is None and "a sliding window" in with_window.choice.why
     assert "forward_mqa" not in vars(engine.layers["a"].impl)
     assert plain.facts.decline == Decline("batch-invariant") and plain.plan.executor == "reference"
-    many = SimpleNamespace(num_heads=128, attn_backend=BACKEND)
+    many = SimpleNamespace(num_heads=128, attn_backend=BACKEND, kv_lora_rank=512,
+                           qk_rope_head_dim=64)  # fmt: skip
     sizes = SimpleNamespace(batch_invariant=True, rows=4, sequences=4096, context=4096,
-                            options=Options("triton"))  # fmt: skip
+                            options=Options("triton"), page=64, cache="auto")  # fmt: skip
     sizes.measured = SimpleNamespace(why_not_run="{} has not run with Triton 9".format)
     choice = decode_choice.choose(many, sizes, plain.facts)
     assert choice.why.startswith("ITS (") and "partial rows would fill" in choice.why
     sizes.sequences = 4
     assert "('float32', 128, 4) has not run" in decode_choice.choose(many, sizes, plain.facts).why
+    sizes.cache = "fp8"  # vLLM's one backend there, TRITON_MLA, takes no fp8 query
+    assert "a cache in fp8" in decode_choice.choose(many, sizes, plain.facts).why
+    sizes.options = Options("triton", "portable")
+    assert decode_choice.choose(many, sizes, plain.facts).planner == "portable"
 
 
 def test_decode_rows_of_a_mixed_step_have_the_bits_of_a_decode_only_step():
@@ -112,3 +118,16 @@ def test_engines_that_are_declined(monkeypatch, changes, why):
     options = Options(given["provider"], given["attention"])
     decline = eligibility._why_not_invariant(config, options)
     assert (decline and (decline.detail or decline.code)) == why
+
+
+@pytest.mark.parametrize(
+    ("attention", "level", "said"),
+    [("portable in every step", "INFO", "2 MLA layers, attention portable in every step; graphs"),
+     ("ITS (too new)", "WARNING", "is on and fused none of 2 MLA layers: ITS (too new)")],
+)  # fmt: skip
+def test_the_log_says_who_decodes(vllm_loggers, caplog, attention, level, said):
+    caplog.set_level("INFO")
+    kept = report.RangeReport((1, 8), 2, declined={Decline("batch-invariant"): 2})
+    report.publish(report.Report("triton", 8, [kept], attention=attention), "V3", cached=False)
+    [record] = caplog.records
+    assert record.levelname == level and said in record.getMessage()

@@ -304,10 +304,11 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         why = " ".join(decline.explain() for decline in found)
         layers = max(r.layers for r in decode)
         kept = all(decline.code == "batch-invariant" for decline in found)
-        if kept and report.attention.startswith("portable"):
+        if kept and "in every step" in report.attention:
             said = "%s: %d MLA layers, attention %s; graphs stay vLLM's [batch-invariant]"
             logger.info(said, FLAG_LINE, layers, report.attention)
         else:
+            why = report.attention if kept else why
             logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
     else:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""

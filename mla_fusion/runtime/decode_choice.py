@@ -74,7 +74,9 @@ def _invariant(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Cho
     chunks = chunks_of(layer.num_heads, engine.rows, engine.sequences, longest)
     untried = ""
     if engine.options.attention == "auto":
-        untried = engine.measured.why_not_run((_name(facts.query), layer.num_heads, engine.rows))
+        untried = _not_measured(layer, engine, dataclasses.replace(facts, decline=None))
+        kernel = _name(facts.query), layer.num_heads, engine.rows
+        untried = untried or engine.measured.why_not_run(kernel)
     detail = untried if chunks else "partial rows would fill the GPU's memory"
     if detail:
         why = why or Decline(eligibility.INVARIANT, detail)
