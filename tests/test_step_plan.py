@@ -42,7 +42,7 @@ def states(engine):
 class Engine:
     """Two layers with full caches, and the metadata of a decode-only batch."""
 
-    def __init__(self, drafts=0, change=()):
+    def __init__(self, drafts=0, change=(), **facts):
         self.layers = {name: fake_engine.Layer(name, SPEC) for name in ("a", "b")}
         generator = torch.Generator().manual_seed(0)
         for layer in self.layers.values():
@@ -52,7 +52,7 @@ class Engine:
             ).to(SPEC.dtype)
         for name, value in dict(change).items():
             setattr(self.layers["a"], name, value)
-        attach(self.layers, PORTABLE, SPEC.dtype, drafts=drafts)
+        attach(self.layers, PORTABLE, SPEC.dtype, drafts=drafts, **facts)
 
     def metadata(self, query_lens, seq_lens):
         tokens = sum(query_lens)

@@ -154,6 +154,13 @@ def is_on(vllm_config: Any) -> bool:
     return getattr(vllm_config.compilation_config.pass_config, FLAG, False) is True
 
 
+def rewrites(compilation_config: Any) -> bool:
+    """True if the passes run: the flag is set, and vLLM does not promise results that ignore the
+    batch. There every step has vLLM's graphs: kernels of another graph sum in another order."""
+    on = getattr(compilation_config.pass_config, FLAG, False) is True
+    return on and not vllm_compat.is_batch_invariant()
+
+
 def in_one_graph(compilation_config: Any) -> bool:
     """True if an operator let vLLM compile RoPE, cache write and attention in one graph, by
     Inductor's graph partition or by empty splitting ops: then the passes run in that graph, and

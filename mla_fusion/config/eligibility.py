@@ -1,6 +1,6 @@
 """Eligibility for fusion: of an engine by vLLM's config of it, and of an MLA layer by its facts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from mla_fusion.kernels.card import Widths
 from mla_fusion.report.reasons import Decline
 
 _CACHE_TYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
+INVARIANT = "batch-invariant"  # code of vLLM's promise that a result does not depend on its batch
 UNCHOSEN = "unchosen-layer"  # code of a layer that the option `layers` leaves out
 # Opaque per-token byte formats, int8 and fp4 caches are written by kernels of their own.
 FUSABLE_CACHES = {"auto", "fp8", "fp8_e4m3", *_CACHE_TYPES}
 
 
 def why_not(vllm_config: Any) -> Decline | None:
-    """Why the passes cannot fire in an engine whose flag is on. vLLM's defaults and its platform
+    """Why an engine whose flag is on has nothing of it. vLLM's defaults and its platform
     were applied to its config. Raises as `read_options`."""
     options = read_options(vllm_config.additional_config)
     version = vllm_compat.installed_version()
@@ -31,12 +32,14 @@ def why_not(vllm_config: Any) -> Decline | None:
     model, compilation = served or vllm_config.model_config, vllm_config.compilation_config
     if model is None or not vllm_compat.uses_mla(model):
         return Decline("no-mla", getattr(model, "architecture", "") or "")
-    if decline := why_not_here():
+    if (decline := why_not_here()) and decline.code != INVARIANT:
         return decline
     # Before what vLLM does with the class: that depends on the release and on the platform.
     topk = getattr(model.hf_text_config, "index_topk", None)
     if decline := why_sparse(model.architecture, topk):
         return decline
+    if vllm_compat.is_batch_invariant():
+        return _why_not_invariant(vllm_config, options)
     if not options.provider:
         return Decline("provider-platform")
     if why := kernels.why_unavailable(options.provider):
@@ -66,6 +69,22 @@ def why_not(vllm_config: Any) -> Decline | None:
     return None
 
 
+def _why_not_invariant(vllm_config: Any, options: Options) -> Decline | None:
+    """Why no plan of chunks can decode every step, with VLLM_BATCH_INVARIANT=1."""
+    parallel, asked = vllm_config.parallel_config, options.attention
+    unmeasured = asked == "auto" and vllm_compat.gpu_arch() not in gpu.HOPPER
+    context = getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    for applies, detail in (
+        (context or parallel.decode_context_parallel_size > 1, "context parallelism"),
+        (options.provider == "aiter", "provider=aiter"),
+        (asked not in ("auto", "portable"), f"attention={asked}"),
+        (unmeasured, "attention=auto, not measured on this GPU"),
+    ):
+        if applies:
+            return Decline(INVARIANT, detail)
+    return why_no_plan(vllm_config, replace(options, attention="portable"))
+
+
 def why_sparse(architecture: str, topk: int | None) -> Decline | None:
     """Decline of a model whose layers attend to chosen keys, by its class and the `index_topk` of
     its config; None for any other model."""
@@ -78,10 +97,10 @@ def why_sparse(architecture: str, topk: int | None) -> Decline | None:
 
 
 def why_not_here() -> Decline | None:
-    """Why no model fuses in this process, by its environment alone."""
+    """Why no graph fuses in this process, by its environment alone."""
     if names := vllm_compat.switched_off():
         return Decline("environment", ", ".join(f"{name}=1" for name in names))
-    return Decline("batch-invariant") if vllm_compat.is_batch_invariant() else None
+    return Decline(INVARIANT) if vllm_compat.is_batch_invariant() else None
 
 
 def why_no_plan(vllm_config: Any, options: Options) -> Decline | None:
@@ -159,6 +178,9 @@ def facts(
         no_plan = _why_no_plan(layer, planner, query, cache, query_len)
     if attention in PLANNED:
         decline = decline or no_plan
+    if vllm_compat.is_batch_invariant():  # no graph changes, with the plugin or without
+        no_plan = decline or no_plan
+        decline = Decline(INVARIANT)
     return LayerFacts(decline, query, cache, activation, no_product, attention, no_plan)
 
 
@@ -175,8 +197,6 @@ def _decline(
     layer: Any, provider: str, weights: vllm_compat.Weights, activation: torch.dtype,
     cache: torch.dtype,
 ) -> Decline | None:  # fmt: skip
-    if vllm_compat.is_batch_invariant():  # where the passes run without the plugin
-        return Decline("batch-invariant")
     impl = layer.impl
     if getattr(impl, "is_sparse", False) or getattr(layer, "use_sparse", False):
         return Decline("sparse-attention", type(impl).__name__)

@@ -50,7 +50,7 @@ def fused_mla_decode_prep(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor,
     cos_sin_cache: torch.Tensor | None, k_scale: torch.Tensor, q_scale: torch.Tensor,
     *, is_neox: bool, q_out: torch.Tensor, q_factor: torch.Tensor | None = None,
-    context_parallel: bool = False, provider: str,
+    context_parallel: bool = False, batch_invariant: bool = False, provider: str,
 ) -> torch.Tensor:  # fmt: skip
     """Rotate, absorb, concatenate, quantize the query and write the latent KV cache.
 
@@ -85,6 +85,8 @@ def fused_mla_decode_prep(
         q_factor: [T], dense, activation type or fp32, as of `llama_4_scaling`.
         context_parallel: no row is padding. Under decode context parallelism a token that another
             rank keeps has slot -1 too: it writes no cache here, and its query is needed.
+        batch_invariant: the bits of a row depend on its own arguments alone: the same tiles for any
+            number of tokens. `triton` alone offers it.
         provider: one of `PROVIDERS`.
 
     Numerics: the product accumulates in fp32 and is rounded to the activation type; RoPE is in fp32
@@ -99,7 +101,10 @@ def fused_mla_decode_prep(
     module = get_provider(provider)
     inputs = Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, k_scale, q_scale,
-        is_neox, q_out, q_factor, context_parallel,
+        is_neox, q_out, q_factor, context_parallel, batch_invariant=batch_invariant,
     )  # fmt: skip
     validate(inputs)
+    offered = PROVIDERS[provider].batch_invariant
+    want = f"False with provider {provider!r}, and may be True with 'triton'"
+    check("batch_invariant", offered or not batch_invariant, want, batch_invariant)
     return module.fused_mla_decode_prep(inputs)

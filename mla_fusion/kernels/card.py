@@ -29,6 +29,7 @@ class Card:
     `triton.warmup`.
     platforms: those of "cuda", "rocm" and "cpu" on which it serves.
     why_not: why it does not take a layer of these widths, with such a cache, on a GPU.
+    batch_invariant: it takes the argument of this name.
     packed: it reads a W_UK that is an `aiter.PackedWeight`.
     ranks: why it does not serve under decode context parallelism; None if it does.
     direct: architectures on which it stores large tiles straight from registers.
@@ -41,6 +42,7 @@ class Card:
     name: str
     platforms: tuple[str, ...]
     why_not: Callable[[Widths, torch.dtype, gpu.Gpu], Decline | None]
+    batch_invariant: bool = False
     packed: bool = False
     ranks: Decline | None = None
     direct: tuple[str, ...] = ()
@@ -79,7 +81,7 @@ def aiter_widths(widths: Widths, *_: Any) -> Decline | None:
 
 
 TRITON = Card(
-    "triton", ("cuda", "rocm"), _triton, direct=gpu.HOPPER,
+    "triton", ("cuda", "rocm"), _triton, batch_invariant=True, direct=gpu.HOPPER,
     # By counts of instructions, not by measurement. 128 latents of 128 columns fill half of the LDS
     # of gfx942, and leave a SIMD two waves; one round of smaller tiles has a shorter tail too.
     # gfx950 has the LDS, and from 65 tokens enough tiles.

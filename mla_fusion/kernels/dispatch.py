@@ -20,6 +20,7 @@ from mla_fusion.kernels.card import TRITON
 from mla_fusion.kernels.card import Widths as Widths
 
 FOLDER = Path(__file__).with_name("gpus")
+BATCH_INVARIANT = 64  # tokens of the plan that serves every batch, if rows may not depend on it
 
 
 @dataclasses.dataclass(frozen=True)

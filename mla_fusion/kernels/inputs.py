@@ -29,6 +29,7 @@ class Inputs(NamedTuple):
     q_factor: torch.Tensor | None = None
     context_parallel: bool = False
     derived: dict[Any, Any] | None = None
+    batch_invariant: bool = False
 
 
 def padded_batch(
@@ -75,7 +76,7 @@ def validate(inputs: Inputs) -> None:
         value = getattr(inputs, name)
         ok = isinstance(value, torch.Tensor) or (value is None and name in optional)
         check(name, ok, "a tensor", value)
-    for name in ("is_neox", "context_parallel"):
+    for name in ("is_neox", "context_parallel", "batch_invariant"):
         value = getattr(inputs, name)
         check(name, isinstance(value, bool), "True or False", value)
     q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out

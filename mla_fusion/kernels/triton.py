@@ -146,7 +146,8 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
         return q_out
     widths, here = widths_of(inputs), gpu.of(q.device)
     _check(inputs, widths)
-    plan = plan or dispatch.choose(tokens, heads, q_out.dtype in FP8_DTYPES, widths, here)
+    measured = dispatch.BATCH_INVARIANT if inputs.batch_invariant else tokens
+    plan = plan or dispatch.choose(measured, heads, q_out.dtype in FP8_DTYPES, widths, here)
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     tiles = -(-widths.latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))

@@ -8,6 +8,10 @@ One launch holds two kinds of programs, which run side by side:
     rest      `triton_rows.py`: RoPE of k_pe and the cache rows of a few tokens, or RoPE of q_pe
               for a few rows of the flattened [tokens * heads]
 
+The plan alone decides in which order the P terms of a product are summed. A row is rotated, scaled
+and cast by itself. So with one plan for all batches the bits of a row depend on its own arguments
+alone.
+
 Offsets into q, w_uk_t and q_out fit 32 bits (the provider checks that), those into the cache 64.
 
 DIRECT: large tiles of an fp8 query are stored straight from the registers of WGMMA, which leaves a

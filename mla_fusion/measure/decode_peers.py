@@ -42,6 +42,9 @@ class Case:
     rope: int = 64  # R
     values: int = 0  # columns of W_UV for a head; 0: nothing follows the decode
     max_split_per_batch: int = -1  # of our plan
+    # Of our plan: all candidates are batch-invariant, vLLM's as it calls them with
+    # VLLM_BATCH_INVARIANT=1. Empty: none is.
+    chunks: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -165,12 +168,15 @@ def build(inputs: Inputs, candidate: Candidate) -> tuple[Call, float]:
 
 def ours(inputs: Inputs) -> Call:
     """This library."""
-    case = inputs.case
+    case, most, mode = inputs.case, max(inputs.case.batch, PLANNED), dict[str, Any]()
+    if case.chunks:  # room for the chunks of PLANNED sequences would fill a GPU
+        most, longest = case.batch, max(case.lengths())
+        mode = {"batch_invariant": True, "chunks": case.chunks, "max_kv_len": longest}
     plan = PersistentDecodePlan.allocate(
-        max_batch=max(case.batch, PLANNED), max_query_len=case.queries, num_heads=case.heads,
+        max_batch=most, max_query_len=case.queries, num_heads=case.heads,
         q_dtype=case.dtype, kv_dtype=case.dtype, device="cuda", v_head_dim=case.latent,
         max_split_per_batch=case.max_split_per_batch,
-        **plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda"),
+        **plan_settings(case.heads, case.queries, case.dtype, case.width, "cuda"), **mode,
     )  # fmt: skip
     plan.refresh(
         qo_indptr=inputs.starts, seq_lens=inputs.lens, num_tokens=len(inputs.q),
@@ -205,6 +211,7 @@ def triton_mla(inputs: Inputs) -> Call:
     q = inputs.q.float().mul(0.5).to(BF16) if fp8 else inputs.q
     processors = gpu.of("cuda").sms
     splits = _compute_num_kv_splits(max(inputs.case.lengths()), processors)
+    splits = 1 if inputs.case.chunks else splits
     rows = inputs.case.queries
     after = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda")
     lens = (inputs.lens[:, None] - after).flatten()
@@ -227,6 +234,8 @@ def triton_mla(inputs: Inputs) -> Call:
 
 def flashmla(inputs: Inputs) -> Call:
     """FlashMLA, dense, as vLLM's backend calls it; its metadata is made before."""
+    if inputs.case.chunks:
+        raise RuntimeError("vLLM refuses its backend with VLLM_BATCH_INVARIANT=1")
     from vllm.v1.attention.ops import flashmla as ops
 
     case, function = inputs.case, ops.flash_mla_with_kvcache
@@ -258,7 +267,7 @@ def fa3(inputs: Inputs) -> Call:
     case = inputs.case
     shared: dict[str, Any] = {
         "max_seqlen_q": case.queries, "max_seqlen_k": max(case.lengths()), "causal": True,
-        "cu_seqlens_q": inputs.starts, "num_splits": 32,
+        "cu_seqlens_q": inputs.starts, "num_splits": 1 if case.chunks else 32,
     }  # fmt: skip
     schedule = get_scheduler_metadata(
         batch_size=case.batch, num_heads_q=case.heads, num_heads_kv=1, headdim=case.rope,
@@ -318,4 +327,5 @@ CANDIDATES: dict[torch.dtype, dict[str, Candidate]] = {
 
 def vllm_default(case: Case) -> str:
     """The candidate that vLLM chooses on this GPU; empty where that is not known."""
-    return VLLM_DEFAULT.get((gpu.of("cuda").arch, case.dtype, case.latent, case.rope), "")
+    found = VLLM_DEFAULT.get((gpu.of("cuda").arch, case.dtype, case.latent, case.rope), "")
+    return "triton_mla" if case.chunks and found == "flashmla" else found

@@ -20,7 +20,7 @@ def add_passes() -> None:
 
     def configure(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
         original(self, vllm_config)
-        if not config.is_on(vllm_config):
+        if not config.rewrites(vllm_config.compilation_config):
             return
         from mla_fusion.passes.pipeline import LastStep, MLAFusionPass, NoStep
 
@@ -58,7 +58,7 @@ def compile_pieces() -> None:
     ) -> Any:  # fmt: skip
         options = for_range(additional_inductor_config, compilation_config, compile_range)
         given = graph, example_inputs, options, compilation_config, compile_range, graph_index
-        if not _is_on(compilation_config) or kwargs.get("is_encoder", False):
+        if not config.rewrites(compilation_config) or kwargs.get("is_encoder", False):
             return original(self, *given, *args, **kwargs)
         from mla_fusion import report
         from mla_fusion.passes import pipeline
@@ -74,7 +74,7 @@ def compile_pieces() -> None:
         graph_index: int, compile_range: Any,
     ) -> Any:  # fmt: skip
         entry = self.cache.get((compile_range, graph_index, self.compiler.name))
-        if _is_on(self.compilation_config) and entry:
+        if config.rewrites(self.compilation_config) and entry:
             code = self.loaded_artifacts.get(entry["cache_key"]) if entry["cache_key"] else None
             if code is not None:
                 return code
@@ -93,13 +93,9 @@ def _store_equal_piece(manager: Any, compile_range: Any, graph_index: int, code:
             manager.cache[place] = entry
 
 
-def _is_on(compilation_config: Any) -> bool:
-    return bool(getattr(compilation_config.pass_config, config.FLAG, False))
-
-
 def _has_passes(compilation_config: Any) -> bool:
     """True if the passes run in the graphs of an engine, or of its decode steps, with this."""
-    return _is_on(compilation_config) and config.in_one_graph(compilation_config)
+    return config.rewrites(compilation_config) and config.in_one_graph(compilation_config)
 
 
 def for_range(

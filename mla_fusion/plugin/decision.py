@@ -73,13 +73,14 @@ def _post_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
         original(self, *args, **kwargs)
         return
     original(self, *args, **kwargs)
-    if config.is_on(self) and config.in_one_graph(self.compilation_config):
+    compilation = self.compilation_config
+    if config.rewrites(compilation) and config.in_one_graph(compilation):
         from mla_fusion import ops
 
-        splitting = self.compilation_config.splitting_ops or []
+        splitting = compilation.splitting_ops or []
         if "vllm::unified_mla_attention_with_output" in splitting:
             missing = [op for op in ops.RUNTIME_OPS if op not in splitting]
-            self.compilation_config.splitting_ops = [*splitting, *missing]
+            compilation.splitting_ops = [*splitting, *missing]
 
 
 def _set_compile_ranges(original: Callable[..., Any], self: Any) -> None:
@@ -128,6 +129,9 @@ def apply(vllm_config: Any) -> None:
         cache = vllm_config.cache_config
         cache.block_size, cache.user_specified_block_size = page, True
         logger.debug("the portable decode may run: block_size is %d", page)
+    if vllm_compat.is_batch_invariant():
+        setattr(pass_config, config.THRESHOLD, None)  # every step is served
+        return
     asked, bucket = getattr(pass_config, config.THRESHOLD), config.decode_bucket(vllm_config)
     if asked not in (None, bucket):
         logger.warning(

@@ -74,8 +74,9 @@ def _compile(
 
 def applies(vllm_config: Any) -> bool:
     """True if an engine gets a decode graph, and this is not the config of one."""
-    apart = not config.in_one_graph(vllm_config.compilation_config)
-    return apart and config.is_on(vllm_config) and not hasattr(vllm_config, _OF_DECODE)
+    compilation = vllm_config.compilation_config
+    apart = config.rewrites(compilation) and not config.in_one_graph(compilation)
+    return apart and not hasattr(vllm_config, _OF_DECODE)
 
 
 def _is_attention(node: Any) -> bool:

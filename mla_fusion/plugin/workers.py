@@ -33,7 +33,8 @@ def count_steps() -> None:
     the ops run no Python.
 
     How: count what `MLACommonMetadataBuilder.build` returns, under the name of the first layer the
-    builder was made for. After the warm-up that layer holds the counter of its worker.
+    builder was made for. A batch-invariant plan has room for decodes alone: short prompts are
+    prefills there. After the warm-up that layer holds the counter of its worker.
     `runtime.metrics` says which passes have no build. Until: vLLM lets a plugin observe steps.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
@@ -79,13 +80,16 @@ def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwar
 def attach(engine: Any) -> None:
     """Why: an op and a pass find a layer by its name, and need what was decided for it.
 
-    How: an attribute of each MLA layer holds its `LayerState`. Until: vLLM keeps the state of a
-    plugin.
+    How: an attribute of each MLA layer holds its `LayerState`. A batch-invariant plan decodes in
+    every step, with or without a prefill, so it takes the place of `forward_mqa`. Until: vLLM keeps
+    the state of a plugin.
     """
     from mla_fusion.runtime import layer_state
 
     for name, state in layer_state.make(engine).items():
         setattr(engine.layers[name], layer_state.ATTRIBUTE, state)
+        if state.plan and state.choice.chunks:
+            engine.layers[name].impl.forward_mqa = state.plan.forward_mqa
 
 
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +132,15 @@ def _init_builder(
 ) -> None:  # fmt: skip
     original(self, spec, layer_names, vllm_config, *args, **kwargs)
     layers = vllm_config.compilation_config.static_forward_context
-    setattr(self, _GROUP, (layers.get(layer_names[0]), layer_names[0]))
+    layer = layers.get(layer_names[0])
+    setattr(self, _GROUP, (layer, layer_names[0]))
+    if config.is_on(vllm_config):
+        from mla_fusion.runtime import layer_state
+
+        state = getattr(layer, layer_state.ATTRIBUTE, None)
+        if state and state.plan and state.choice.chunks:
+            # Some backends count short prompts as decodes, unless a long one stands before them.
+            self.reorder_batch_threshold = state.plan.plan.settings.max_query_len
 
 
 def _build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -300,9 +300,16 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
             *(FLAG_LINE, model),
         )
     elif not any(r.fused for r in decode):
-        why = " ".join(decline.explain() for decline in report.decode().declined)
+        found = report.decode().declined
+        why = " ".join(decline.explain() for decline in found)
         layers = max(r.layers for r in decode)
-        logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
+        kept = all(decline.code == "batch-invariant" for decline in found)
+        if kept and "in every step" in report.attention:
+            said = "%s: %d MLA layers, attention %s; graphs stay vLLM's [batch-invariant]"
+            logger.info(said, FLAG_LINE, layers, report.attention)
+        else:
+            why = report.attention if kept else why
+            logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
     else:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""
         note += f"; {report.others} layers without MLA" if report.others else ""

@@ -14,6 +14,7 @@ from mla_fusion import logger, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
 from mla_fusion.kernels.threads import side_by_side
+from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, layer_state
 from mla_fusion.runtime.engine import Engine
 
@@ -68,6 +69,9 @@ def collect(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, boo
         path = report_path(vllm_config)
         states = [*map(layer_state.of, engine.layers.values())]
         choices = (state.choice for state in states)
+        if engine.batch_invariant:  # no pass runs
+            kept = {Decline("batch-invariant"): len(states)}
+            report.add(report.RangeReport((1, engine.bucket), len(states), declined=kept))
         made = report.take(
             engine.options.provider, engine.bucket, len(engine.layers), model=engine.model,
             versions=vllm_compat.versions(), others=engine.other_layers,

@@ -9,9 +9,16 @@ import torch
 from mla_fusion import config, gpu
 from mla_fusion.attention import cards
 from mla_fusion.attention.aiter import selection
+from mla_fusion.attention.plan import buffers
 from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import measured
 from mla_fusion.runtime.engine import Engine
+
+# Chunks of a batch-invariant decode with fewer heads than MANY_HEADS, and with as many or more: the
+# fastest in the mean of 21 steps on an H200.
+CHUNKS, MANY_HEADS = ((256, 512, 1024), (256, 1024, 2048)), 64
+MOST_PARTIALS = 2**31  # bytes of the partial rows of a plan, which all layers share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +29,22 @@ class Choice:
     of a step its decode takes, in order; any other step is left to the backend. why: what the
     report says beyond the option's value, if anything: how `auto` was decided, which steps AITER's
     own table takes from `aiter`. slower_from: from this number of sequences on, a step without
-    drafts is left to the backend too; 0: never.
+    drafts is left to the backend too; 0: never. chunks: of a batch-invariant plan, which decodes in
+    every step; empty where steps differ.
     """
 
     planner: str = ""
     runs: tuple[measured.Span, ...] = ()
     why: str = ""
     slower_from: int = 0
+    chunks: tuple[int, ...] = ()
 
 
 def choose(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
     """The choice for an MLA layer with these facts."""
     asked = engine.options.attention
+    if engine.batch_invariant:
+        return _invariant(layer, engine, facts)
     if asked == "auto":
         return _measured(layer, engine, facts)
     if asked not in config.PLANNED or facts.decline:
@@ -54,6 +65,40 @@ def _beside_aiters(layer: Any, engine: Engine, cache: torch.dtype) -> Choice:
         return Choice("aiter", ((1, most),))
     run = 1, most if rows > 1 else first - 1
     return Choice("aiter", (run,), f"aiter, {backend} for {steps}", slower_from=first)
+
+
+def _invariant(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
+    """With VLLM_BATCH_INVARIANT=1: ours in every step, or in none."""
+    why = facts.no_plan
+    longest = engine.context + engine.rows
+    chunks = chunks_of(layer.num_heads, engine.rows, engine.sequences, longest)
+    untried = ""
+    if engine.options.attention == "auto":
+        untried = _not_measured(layer, engine, dataclasses.replace(facts, decline=None))
+        kernel = _name(facts.query), layer.num_heads, engine.rows
+        untried = untried or engine.measured.why_not_run(kernel)
+    detail = untried if chunks else "partial rows would fill the GPU's memory"
+    if detail:
+        why = why or Decline(eligibility.INVARIANT, detail)
+    if why:
+        return Choice(why=f"{layer.attn_backend.get_name()} ({why.explain()})")
+    said = "portable in every step, in chunks of {}, {} and {} tokens".format(*chunks)
+    return Choice("portable", ((1, engine.sequences),), said, chunks=chunks)
+
+
+def chunks_of(heads: int, rows: int, sequences: int, context: int) -> tuple[int, ...]:
+    """`Settings.chunks` for an engine: those measured best if their partial rows take MOST_PARTIALS
+    at most, else longer ones, far from the start first; () if even whole sequences take more."""
+    near, middle, far = CHUNKS[heads >= MANY_HEADS]
+    size = sequences * rows * (-(-heads // 16) * 16) * (measured.WIDTHS[0] + 1) * 4
+    while size * len(buffers.cuts(context, near, middle, far)) > MOST_PARTIALS:
+        if near >= context:
+            return ()
+        if far < context:
+            far *= 2
+        else:
+            near, middle, far = 2 * near, 2 * middle, 2 * far
+    return near, middle, far
 
 
 def _measured(layer: Any, engine: Engine, facts: eligibility.LayerFacts) -> Choice:
@@ -107,7 +152,8 @@ def page_of(vllm_config: Any, options: config.Options) -> int:
     needs no such page, or its operator named one."""
     if vllm_config.cache_config.user_specified_block_size:
         return 0
-    if options.attention != "portable" and not _may_be_ours(vllm_config, options):
+    sure = options.attention == "portable" or vllm_compat.is_batch_invariant()
+    if not sure and not _may_be_ours(vllm_config, options):
         return 0
     return max(card.page for card in cards.of(gpu.Gpu(arch=vllm_compat.gpu_arch())))
 

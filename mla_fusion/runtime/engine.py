@@ -49,8 +49,15 @@ class Engine:
     tables: dict[Any, Any] = field(default_factory=dict)
 
     @property
+    def batch_invariant(self) -> bool:
+        """True if vLLM promises results that do not depend on the batch."""
+        return vllm_compat.is_batch_invariant()
+
+    @property
     def planner(self) -> str:
         """The persistent decode that `attention` may come to; empty if vLLM's backend decodes."""
+        if self.batch_invariant:
+            return "portable"
         if self.options.attention == "auto":
             return "portable" if self.measured.spans and not self.measured.why_not else ""
         return self.options.attention if self.options.attention in config.PLANNED else ""

@@ -75,6 +75,8 @@ def make(engine: Engine) -> dict[str, LayerState]:
                 plans[key] = StepPlan(allocated, facts.activation, choice)
             plan = plans[key]
         decided = replace(facts, planner=choice.planner)
+        if choice.chunks:
+            decided = replace(decided, no_product="vLLM's product with W_UV, in every step")
         states[name] = LayerState(decided, choice, plan, engine.tables)
     if vllm_compat.is_first_rank():
         shared = Counter(state.plan for state in states.values() if state.plan)
@@ -96,6 +98,9 @@ def _settings(
     if choice.planner != "aiter":
         executor = attention.get_provider(attention.portable_provider(device))
         of = engine.rows, facts.cache, width, device
+        if choice.chunks:
+            longest = engine.context + engine.rows
+            settings |= {"batch_invariant": True, "chunks": choice.chunks, "max_kv_len": longest}
         return settings | executor.plan_settings(layer.num_heads, *of)
     settings["max_split_per_batch"] = engine.options.max_split_per_batch
     if "AITER" not in layer.attn_backend.get_name():  # those list the pages

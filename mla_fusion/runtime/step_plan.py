@@ -46,13 +46,15 @@ class StepPlan:
             pages = f", {plan.aiter.entries.nbytes / 2**20:.1f} of them for a list of pages"
         elif plan.aiter is not None:
             pages = "; pages as vLLM's backend lists them, which plans each step for itself too"
+        splits = f"at most {cap} splits a sequence on average" if cap > 0 else "no cap on splits"
+        if settings.batch_invariant:
+            splits = "splits of {}, {} and {} tokens".format(*settings.chunks)
         size = sum(x.nbytes for x in plan.tensors().values()) / 2**20
         return (
             f"{layers} layers share a plan, {self.executor} decodes: up to {settings.max_batch} "
             f"sequences of up to {settings.max_query_len} query tokens, {settings.num_heads} heads "
             f"as {plan.layout.fold} x {plan.layout.per_work}, {plan.rules.ctas} CTAs, "
-            f"{f'at most {cap} splits a sequence on average' if cap > 0 else 'no cap on splits'}, "
-            f"{size:.1f} MiB{pages}"
+            f"{splits}, {size:.1f} MiB{pages}"
         )
 
     def serves(self, metadata: Any) -> bool:
@@ -71,41 +73,73 @@ class StepPlan:
         """Write what follows from the prepared query [rows, H, L + R] of a decode-only batch into
         `output` [T, H * V], or into `quantized`: its attention, times W_UV. The decode multiplies
         with `weight` [H, L, V] itself; None leaves the product to the layer."""
-        # A new context for each forward pass: drafts change the lengths in one metadata object.
-        context = vllm_compat.forward_context()
-        if self._planned[0] is not context or self._planned[1] is not metadata:
-            if not getattr(metadata, "causal", True):
-                raise RuntimeError(
-                    "the batch is not causal, which the persistent decode cannot compute: set "
-                    '"attention": "vllm" in additional_config["mla_fusion"]'
-                )
-            seq_lens = metadata.decode.seq_lens
-            self.plan.refresh(
-                qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1], seq_lens=seq_lens,
-                num_tokens=q.shape[0], max_query_len=int(metadata.max_query_len),
-            )  # fmt: skip
-            self.out[: q.shape[0]].zero_()
-            self._planned = context, metadata
+        self._refresh(metadata, q.shape[0], int(metadata.max_query_len))
         if self.plan.aiter is not None:
             # Of vLLM's backend for AITER, whose graphs find it at one address.
             self.plan.aiter.listed = getattr(metadata.decode, "paged_kv_indices", None)
         self._attend(q, kv_cache, layer, weight, metadata.decode.block_table, output, quantized)
+
+    def _refresh(self, metadata: Any, tokens: int, max_query_len: int) -> None:
+        """Plan the decode rows of a forward pass, the first `tokens`, unless a layer has."""
+        # A new context for each forward pass: drafts change the lengths in one metadata object.
+        context = vllm_compat.forward_context()
+        if self._planned[0] is context and self._planned[1] is metadata:
+            return
+        if not getattr(metadata, "causal", True):
+            raise RuntimeError(
+                "the batch is not causal, which the persistent decode cannot compute: set "
+                '"attention": "vllm" in additional_config["mla_fusion"]'
+            )
+        seq_lens = metadata.decode.seq_lens
+        self.plan.refresh(
+            qo_indptr=metadata.query_start_loc[: seq_lens.shape[0] + 1], seq_lens=seq_lens,
+            num_tokens=tokens, max_query_len=max_query_len,
+        )  # fmt: skip
+        self.out[:tokens].zero_()
+        self._planned = context, metadata
+
+    def forward_mqa(
+        self, q: torch.Tensor | tuple[torch.Tensor, ...], kv_cache: torch.Tensor, metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """In place of that of a layer's backend: attend with the decode rows of any step.
+
+        Args:
+            q: [T, H, L + R], or its parts [T, H, L] and [T, H, R].
+
+        Returns:
+            The latents [T, H, L], valid until the next layer, and None for the log-sum-exp."""
+        query = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)
+        most = self.plan.settings.max_query_len
+        if metadata.num_prefills == 0 and metadata.max_query_len > most:
+            raise RuntimeError(f"a decode of {metadata.max_query_len} tokens, planned are {most}")
+        # One bound for all steps, whatever drafts stand beside a row.
+        self._refresh(metadata, query.shape[0], most)
+        cache = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
+        return self._decode(query, cache, layer, metadata.decode.block_table), None
+
+    def _decode(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor,
+        epilogue: attention.Epilogue | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        out = self.out[: q.shape[0]]
+        attention.persistent_mla_decode(
+            q, kv_cache, self.plan, block_table=block_table, softmax_scale=layer.impl.scale,
+            q_scale=layer._q_scale.view(1), kv_scale=layer._k_scale.view(1), out=out,
+            epilogue=epilogue,
+        )  # fmt: skip
+        return out
 
     def _attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, weight: torch.Tensor | None,
         block_table: torch.Tensor, output: torch.Tensor, quantized: QuantizedOutput | None,
     ) -> None:  # fmt: skip
         rows, epilogue = q.shape[0], None
-        out = self.out[:rows]
         if weight is not None and quantized is not None:
             epilogue = quantized.epilogue(weight, rows)
         elif weight is not None:
             epilogue = attention.Epilogue(weight, output[:rows])
-        attention.persistent_mla_decode(
-            q, kv_cache, self.plan, block_table=block_table, softmax_scale=layer.impl.scale,
-            q_scale=layer._q_scale.view(1), kv_scale=layer._k_scale.view(1), out=out,
-            epilogue=epilogue,
-        )  # fmt: skip
+        out = self._decode(q, kv_cache, layer, block_table, epilogue)
         if epilogue is None:
             layer._v_up_proj(out, out=output[:rows])
             if quantized is not None:

@@ -178,7 +178,8 @@ class Machine(Program):
     def init(self, barrier, count):
         barrier.count = barrier.pending = int(count)
 
-    def arrive(self, barrier, count=1):
+    def arrive(self, barrier, count=1, pred=True):
+        count *= bool(pred)
         early = self.threads() in self.touched
         assert not early, "one thread arrives before the others have read or written"
         barrier.pending -= count

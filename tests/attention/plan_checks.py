@@ -57,14 +57,16 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
             assert (seen == expected).all(), "each visible (row, token) once, no other"
             starts = [item[planner.KV_START] for item in mine]
             assert starts == sorted(starts)
+            if rules.chunk and rows:
+                assert starts == [tokens[sequence] + cut for cut in rules.cuts(length)]
             begin, end = plan.reduce_indptr[tile : tile + 2]
             partials = [item[planner.PARTIAL_ROW] for item in mine if len(mine) > 1]
             assert plan.reduce_partial_map[begin:end].tolist() == partials
             if partials:
                 assert plan.reduce_final_map[tile].tolist() == [first_row, first_row + rows]
                 # No split but the last may lie where the first row of the query sees nothing.
-                assert all(length - (i[planner.KV_START] - tokens[sequence]) >= max_query_len
-                           for i in mine[1:])  # fmt: skip
+                left = [tokens[sequence + 1] - start for start in starts[1:]]
+                assert rules.chunk or min(left) >= max_query_len
             else:
                 assert (plan.reduce_final_map[tile] == GARBAGE).all(), "not a split tile"
             splits += partials
@@ -79,6 +81,10 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
     load = np.array(worker_load(plan, rules))
     busy = rules.busy_ctas(batch)
     assert not load[busy:].any()
+    if rules.chunk:
+        most = min(max(rules.chunk, rules.middle, rules.far), max(seq_lens))
+        assert load.max() <= load[:busy].mean() + -(-most // rules.granularity) + rules.overhead
+        return
     spare = max(-(-(max_query_len - 1) // rules.granularity), 0 if splits else rules.overhead // 2)
     if load.any():
         is_long = max(seq_lens) > planner.MERGED_AT_ONCE * rules.granularity

@@ -78,17 +78,19 @@ def test_other_widths(case):
 @TYPES
 @pytest.mark.parametrize(
     "case",
-    daily(itertools.product((16, 32, 64), ("dense", "page of one", "sparse")),
-          (16, "dense"), (16, "page of one"), (16, "sparse"), (64, "dense")),
+    daily(itertools.product((16, 32, 64), ("dense", "page of one", "sparse", "chunks")),
+          (16, "dense"), (16, "page of one"), (16, "sparse"), (64, "dense"), (16, "chunks")),
 )  # fmt: skip
 def test_decode(case, dtype):
     heads, kind = case
-    options = {"page of one": {"page": 1}, "sparse": {"sparse": True}}.get(kind, {})
+    chunks = {"batch_invariant": True, "max_kv_len": 9}
+    kinds = {"page of one": {"page": 1}, "sparse": {"sparse": True}, "chunks": chunks}
+    options = kinds.get(kind, {})
     result = report("sm_90", decode, heads, dtype, **options)
     assert result.hot_spills == 0 and result.shared <= LDS["sm_90"], result
     assert "HGMMA" in result.matrix and "HMMA" not in result.matrix, result
     # Whole tiles in one page go through the copy engine, one thread's work.
-    assert (result.bulk_copies > 0) == (kind == "dense"), result
+    assert (result.bulk_copies > 0) == (kind in ("dense", "chunks")), result
     # fp8 scores are an fp8 product, not one of widened keys.
     assert ("QGMMA" in result.matrix) == (dtype == FN), result
     # As `plan_settings` has it.

@@ -26,7 +26,11 @@ def batches(draw):
     # CTAs, fold, granularity, overhead, cap.
     choices = (1, 1, 2, 8), (1, 16, 64, 2**16), (1, 2, 16, 1024), (-1, -1, 1, 4, 16)
     rules = [draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices)]
-    rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
+    if draw(st.integers(0, 2)):
+        rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
+    else:
+        chunk = rules[2] * draw(st.sampled_from((1, 4, 16)))
+        rules = Rules(*rules, 0, chunk, chunk * draw(st.sampled_from((1, 4))), 7 * chunk, 2000)
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
     rows = st.sampled_from((longest, longest, 1, 0)) | st.integers(0, longest)
     tokens = st.integers(0, 70) | st.integers(0, 2000) | st.sampled_from((0, 1, 15, 16, 17, 512))
@@ -217,6 +221,9 @@ class TestPlan:
             ({"heads_per_work": 24}, "multiple of 16"),
             ({"max_split_per_batch": 0}, "max_split_per_batch must be -1"),
             ({"max_kv_len": 2**30}, "4294967296, and a plan counts them in 32 bits"),
+            ({"batch_invariant": True}, "max_kv_len must be given, with chunks"),
+            ({"batch_invariant": True, "max_kv_len": 9, "chunks": (32, 48, 64)}, "chunks must"),
+            ({"batch_invariant": True, "planner": "aiter"}, 'planner must be "portable"'),
         ],
     )
     def test_allocate_refuses(self, changes, message):
@@ -241,9 +248,11 @@ class TestPlan:
             ({"seq_lens": ints(*[1] * 5), "qo_indptr": ints(*range(6))}, "1 to 4 sequences"),
             ({"max_query_len": 3}, "max_query_len must be 1 to 2"),
             ({"seq_lens": ints(2**31 - 1, 1)}, "2147483648 KV tokens"),
+            ({"seq_lens": ints(4, 1025)}, "at most 600 .max_kv_len., got 1025"),
         ],
     )
     def test_refresh_refuses(self, changes, message):
         given = {"qo_indptr": ints(0, 1, 2), "seq_lens": ints(4, 5), "num_tokens": 2}
+        chunks = {"batch_invariant": True, "max_kv_len": 600} if "max_kv_len" in message else {}
         with pytest.raises(ValueError, match=message):
-            make().refresh(**{"max_query_len": 1, **given, **changes})
+            make(**chunks).refresh(**{"max_query_len": 1, **given, **changes})

@@ -135,18 +135,21 @@ def test_rows_lines_and_summary(gpu, capsys, tmp_path):
 
 @pytest.mark.parametrize("values, cap", [(0, -1), (8, 3)])
 def test_what_was_asked_is_timed(gpu, monkeypatch, capsys, tmp_path, values, cap):
-    """The decode alone, or with the product that follows it; splits are capped."""
+    """The decode alone, in chunks, or with the product that follows it; splits are capped."""
     caps, allocate = set(), peers.PersistentDecodePlan.allocate
 
     def allocating(**settings):
         caps.add(settings["max_split_per_batch"])
+        assert settings.get("chunks") == (None if values else (64, 64, 128))
         return allocate(**settings)
 
     monkeypatch.setattr(peers.PersistentDecodePlan, "allocate", allocating)
     words = ["--values", str(values), "--max-split-per-batch", str(cap)] if values else []
+    words += [] if values else ["--chunks", "64", "64", "128"]
     status, rows = measured(tmp_path / "rows.csv", "--bf16", "--peers", "ours", *words)
-    found = {(row["candidate"], row["values"]) for row in rows}
-    assert status == 0 and found == {("ours", str(values))} and caps == {cap}
+    found = {(row["candidate"], row["values"], row["chunks"]) for row in rows}
+    chunks = "" if values else "64 64 128"
+    assert status == 0 and found == {("ours", str(values), chunks)} and caps == {cap}
     timed = "decode and product" if values else "decode"
     assert f"microseconds per {timed}; ! marks" in capsys.readouterr().out
 

@@ -71,9 +71,11 @@ def test_the_fewest_bytes_and_operations_count_w_uv():
     assert behind.flops() - alone.flops() == 2 * (6 * 2 * 32 * 24)
 
 
+@pytest.mark.parametrize("chunks", [(), (32, 32, 32)])
 @pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])
-def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
-    """With the shape's page size, and dequantized where the cache is fp8."""
+def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype, chunks):
+    """With the shape's page size, and dequantized where the cache is fp8. FlashMLA is refused if
+    batches may not differ, and a sequence is not split."""
     from vllm.v1.attention.backends.mla import triton_mla as backend
     from vllm.v1.attention.ops import triton_decode_attention as module
 
@@ -87,7 +89,8 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     # vLLM leaves Triton out on a CPU, and computes this number by it.
     monkeypatch.setattr(backend, "_compute_num_kv_splits", lambda max_seq_len, sm_count: sm_count)
     imitate(monkeypatch, "sm_90", sms=4)
-    inputs = peers.make(peers.Case(2, 40, 2, dtype, queries=2, page=16, latent=32, rope=16))
+    shape = {"queries": 2, "page": 16, "latent": 32, "rope": 16, "chunks": chunks}
+    inputs = peers.make(peers.Case(2, 40, 2, dtype, **shape))
     peers.triton_mla(inputs)(-1)
     [arguments] = given[:1]
     scale = 0.5 if dtype == peers.FP8 else 1.0
@@ -100,7 +103,11 @@ def test_triton_mla_is_called_with_what_vllm_takes(on_cpu, monkeypatch, dtype):
     [table, lens] = list(arguments.values())[5:7]
     assert lens.tolist() == [39, 40, 39, 40] and lens.dtype == torch.int32
     assert torch.equal(table, inputs.table[[0, 0, 1, 1]])
-    assert arguments["num_kv_splits"] == 4 and arguments["attn_logits"].shape == (4, 2, 4, 33)
+    splits, like_deepseek = 1 if chunks else 4, {"latent": 512, "rope": 64}
+    assert arguments["num_kv_splits"] == splits
+    assert arguments["attn_logits"].shape == (4, 2, splits, 33)
+    default = "fa3" if dtype == peers.BF16 else "triton_mla" if chunks else "flashmla"
+    assert peers.vllm_default(dataclasses.replace(inputs.case, **like_deepseek)) == default
 
 
 @pytest.mark.parametrize("dtype", [peers.BF16, peers.FP8])

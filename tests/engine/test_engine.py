@@ -121,6 +121,20 @@ def test_tokens_and_logprobs_are_those_of_vllm_alone_to_the_bit(alone, fused):
     assert fused["logprobs"] == alone["logprobs"]
 
 
+def test_batch_invariance_keeps_the_graphs_and_decodes_in_every_step(job, alone):
+    """Prompts arrive beside decodes; none is longer than vLLM's one bucket of its graph."""
+    arriving = [(2 * number, prompt) for number, (_, prompt) in enumerate(PROMPTS)]
+    asked = job(FLAG | {"invariant": True, "attention": "portable"}, prompts=arriving)
+    kept = run(asked)
+    assert kept["graphs"] == alone["graphs"] and kept["tokens"] == alone["tokens"]
+    assert len(kept["refreshes"]) >= 6 + NEW_TOKENS - 1, "steps with a prefill too"
+    chunks = "portable in every step, in chunks of 256, 512 and 1024 tokens"
+    summary = f"3 MLA layers, attention {chunks}; graphs stay vLLM's [batch-invariant]"
+    assert own_log(kept) == [("INFO", f"mla-fusion: {config.FLAG}: {summary}")]
+    [stored] = Path(asked.cache).rglob("mla_fusion/*.json")
+    assert report.load(stored).attention == chunks
+
+
 @pytest.mark.parametrize(
     "graph", [{}, pytest.param({"one_graph": True}, marks=pytest.mark.nightly)]
 )

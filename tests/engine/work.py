@@ -27,7 +27,8 @@ def serve(job, progress):
     custom_pass (the same, and the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
     (whose measurements this library asks for; Inductor gets what it does for a GPU); fp8_ops
     (imitate the quantizations that a CPU build lacks); products (linear layers as on CUDA, and a
-    plan for each product, which torch computes); engines
+    plan for each product, which torch computes); invariant (as with VLLM_BATCH_INVARIANT=1, for
+    which vLLM has no backend on a CPU); engines
     (how many); flags (in place of flag:
     one for each engine, which serves at once, and again after all others); processes ("spawn" or
     "fork": how the engine core starts in a process of its own, in which no graph is recorded);
@@ -38,6 +39,8 @@ def serve(job, progress):
     if gpu := options.get("gpu"):
         vllm_compat.gpu_name, vllm_compat.is_gpu = lambda: gpu, lambda: True
     _configure_cpu(options.get("processes"), by_plugin=bool(options.get("flag")))
+    if options.get("invariant"):
+        vllm_compat.is_batch_invariant = lambda: True
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
     if options.get("products"):

@@ -201,6 +201,21 @@ def test_overflow_saturates_and_nan_stays_nan(plan):
     assert out[1, 0, :64].float().isnan().all()
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_row_has_the_same_bits_in_every_batch(batch_invariant):
+    """Without the argument a single token is summed without matrix instructions. A row keeps its
+    place in a tile of 64, because the interpreter's product, NumPy's, differs from row to row."""
+    case = cases.Case(tokens=70, heads=2, act=FP32, kv=FP32, query=FP32, padded=(9,))
+    call = cases.build(case)._replace(batch_invariant=batch_invariant)
+    (want, _), different = cases.run(provider, call), 0
+    for some in (slice(0, 1), slice(0, 33), slice(64, 65), slice(64, 70)):
+        names = ("q", "kv_c", "k_pe", "slot_mapping", "positions", "q_out")
+        part = call._replace(**{name: getattr(call, name)[some] for name in names})
+        got, _ = cases.run(provider, part)
+        different += cases.different_bytes(got, want[some])
+    assert (different == 0) == batch_invariant
+
+
 @pytest.mark.parametrize("factor", [None, torch.float32])
 def test_warmup_covers_the_bucket_and_leaves_the_cache_alone(factor):
     call, lines = cases.build(cases.Case(factor=factor)), []

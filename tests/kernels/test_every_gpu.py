@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention.aiter import entries_kernel
-from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan import chunks_triton, planner_triton
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
@@ -68,14 +68,25 @@ def quantized(target, dtype, quantization):
     return launch.kernel, launch.positional, launch.options
 
 
-def planner(target, dtype, max_batch, ctas, heads):
+def planner(target, dtype, max_batch, ctas, heads, **options):
     """The planner on the device."""
     launched = []
-    plan = plan_for(max_batch=max_batch, ctas=ctas, num_heads=heads)
-    recorder = {(1,): lambda *args, **options: launched.append((args, options))}
-    with mock.patch.object(planner_triton, "mla_plan", recorder):
+    plan = plan_for(max_batch=max_batch, ctas=ctas, num_heads=heads, **options)
+    module, name = planner_triton, "mla_plan"
+    if plan.rules.chunk:
+        module, name = chunks_triton, "mla_plan_chunks"
+    kernel = getattr(module, name)
+    recorder = dict.fromkeys(
+        ((1,), (8,)), lambda *args, **options: launched.append((args, options))
+    )
+    with mock.patch.object(module, name, recorder):
         planner_triton.fill(plan, torch.arange(9).int(), torch.ones(8).int(), 1)
-    return planner_triton.mla_plan, *launched[0]
+    return kernel, *launched[0]
+
+
+def chunks(target, dtype, *sizes):
+    """The batch-invariant planner."""
+    return planner(target, dtype, *sizes, batch_invariant=True, max_kv_len=512, v_head_dim=16)
 
 
 def entries(target, dtype, page):
@@ -108,6 +119,7 @@ SOME = {
     (quantized, "fp8", "group"): ("gfx942",),
     (reduction, "bf16", 128, 256): ("sm_90",),
     (planner, "bf16", 1024, 264, 128): ("sm_90",),
+    (chunks, "bf16", 1024, 264, 128): ("sm_90", "gfx942"),
     (entries, "bf16", 1): ("gfx942",),
     (entries, "bf16", 24): ("gfx950",),
 }  # fmt: skip
@@ -155,9 +167,9 @@ def test_it_compiles_and_fits(target, launch):
     if what is not decode and target in NVIDIA:
         # A dozen accesses outside of a loop over tiles, but none where it was measured.
         assert result.spills <= (0 if target == "sm_90" else 12), result
-    if what in (planner, entries):
+    if what in (planner, chunks, entries):
         assert target in NVIDIA or result.spills == 0, result
-    if what is planner:
+    if what in (planner, chunks):
         # Only reductions: a few bytes for each warp. Lanes that change threads take 1 KiB and more.
         assert result.shared <= 512, result
     if what in (region, decode):

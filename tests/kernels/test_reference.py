@@ -67,6 +67,8 @@ def test_only_addressed_slots_change():
         ("q_scale", torch.ones(2)),
         ("kv_c", torch.zeros(5, 63, dtype=torch.bfloat16)),
         ("is_neox", "gptj"),
+        ("batch_invariant", 1),
+        ("batch_invariant", True),
         ("context_parallel", None),
         ("provider", ["triton"]),
         ("positions", torch.zeros(5, dtype=torch.int64, device="meta")),

@@ -110,9 +110,9 @@ def _of_scale(given: Inputs) -> Decline | None:
     return None if scale > 0 else refused(why)
 
 
-def product_rows(tokens: int) -> int:
-    """Tokens of a CTA of `product.py`."""
-    return min(PRODUCT_ROWS, max(8, next_power_of_two(tokens)))
+def product_rows(tokens: int, batch_invariant: bool = False) -> int:
+    """Tokens of a CTA of `product.py`: the same for every step of a batch-invariant plan."""
+    return PRODUCT_ROWS if batch_invariant else min(PRODUCT_ROWS, max(8, next_power_of_two(tokens)))
 
 
 def product_size(tokens: int, heads: int, values: int) -> int:
@@ -133,7 +133,8 @@ def product(given: Inputs) -> Decline | None:
     if latent not in (256, 512) or values % PRODUCT_COLUMNS:
         return refused(f"it takes 256 or 512 latents and multiples of {PRODUCT_COLUMNS} columns")
     most = PRODUCT_SIZE if given.epilogue.scale is None else 2 * PRODUCT_SIZE
-    if (size := product_size(tokens, heads, values)) > most:
+    size = product_size(tokens, heads, values)
+    if size > most and not given.plan.settings.batch_invariant:
         return refused(f"it takes up to {most} rows of its CTAs, got {size}")
     head, row, column = w.stride()
     step = max(row, column)

@@ -75,6 +75,25 @@ def read_item(work, number, form: gl.constexpr):
 
 
 @gluon.jit
+def is_new(item, is_first, CHUNKS: gl.constexpr):
+    """Whether an item has another query than the one in front of it. Without CHUNKS each has; with
+    them those that begin a sequence, and the first one of a CTA."""
+    new = True
+    if CHUNKS:
+        new = is_first | (item.begin == 0)
+    return new
+
+
+@gluon.jit
+def is_done(item, is_last, CHUNKS: gl.constexpr):
+    """Whether the item behind this one has another query, as above."""
+    done = True
+    if CHUNKS:
+        done = is_last | (item.after == 0)
+    return done
+
+
+@gluon.jit
 def tiles_of(work, item, form: gl.constexpr):
     """First tile of an item, and how many it has: none if the CTA has no rows in it."""
     first = item.begin // TILE

@@ -67,13 +67,14 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
 @gluon.jit
 def attend(
     buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop, phases,
-    form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
+    current, copied, form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of an item. The copy of the first tile has begun. Returned
-    are the sums [latents, rows], with PAIRS the sums of odd latents too, m [rows], l [tokens,
-    rows], and the phases of the barriers.
+    """The online softmax over the tiles of an item. The copy of the first tile, into buffer
+    `current`, has begun. Returned are the sums [latents, rows], with PAIRS the sums of odd latents
+    too, m [rows], l [tokens, rows], the phases of the barriers, and the next buffer.
 
-    row: query rows of the CTA, in the layout of columns of the scores.
+    row: query rows of the CTA, in the layout of columns of the scores. copied: the end of the
+    tokens whose tiles are copied; with those of the next item the copy of its first tile has begun.
     """
     BLOCK_N: gl.constexpr = shared_p.shape[0]
     TILES: gl.constexpr = BLOCK_N // TILE
@@ -87,15 +88,17 @@ def attend(
     l = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
     acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
     odd = acc
-    current = 0
     for t in range(item.begin // TILE, stop, TILES):
         if BULK:
             # No warp reads the other buffer any more.
             barrier()
         else:
             async_copy.wait_group(0)
-        # After the last tile this copies nothing.
-        tile.start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
+        # After the last tile this copies nothing, or the next item's first.
+        after = t + TILES
+        if form.CHUNKS:
+            after = gl.minimum(after, stop)
+        tile.start_copy(buffers, 1 - current, copies, after, copied, first_end, form, BULK)
         left = item.end - t * TILE
         if BULK:
             mbarrier.wait(buffers.arrived.index(current), phases >> current & 1)
@@ -126,7 +129,7 @@ def attend(
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
         acc, odd = tile.add_values(acc, odd, decay, key, shared_p, left, PAIRS)
         current = 1 - current
-    return acc, odd, m, l, phases
+    return acc, odd, m, l, phases, current
 
 
 @gluon.jit
@@ -181,6 +184,8 @@ def mla_decode_hopper(
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
     BITS: gl.constexpr = TYPE.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
+    # An item copies the first tile of the next one, if both are of one query.
+    AHEAD: gl.constexpr = FORM.CHUNKS and BULK
     wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(FORM.R * BITS // 8, BITS, 2)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
@@ -197,7 +202,7 @@ def mla_decode_hopper(
         fence_async_shared()
         barrier()
     # For each buffer a bit: the phase of its barrier that the next tile by the engine completes.
-    phases = 0
+    phases, current = 0, 0
 
     # More warps than a tile has 16 tokens for share them by rows.
     WARPS: gl.constexpr = gl.num_warps()
@@ -213,8 +218,8 @@ def mla_decode_hopper(
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
-    last = gl.load(work.indptr + gl.program_id(0) + 1) - 1
-    for number in range(gl.load(work.indptr + gl.program_id(0)), last + 1):
+    begin, end = common.items_of(work)
+    for number in range(begin, end):
         item = read_item(work, number, FORM)
         first = Source(kv_ptr, item.table, block_stride)
         extra = Source(extra_ptr, item.extra_table, extra_block_stride)
@@ -232,23 +237,31 @@ def mla_decode_hopper(
         has_rows = work.first_row < FORM.HEADS * item.count
         stop = gl.where(has_rows, (item.end + TILE - 1) // TILE, first_tile)
         # A copy without a wait would put its barrier a phase ahead.
-        if first_tile < stop:
-            tile.start_copy(buffers, 0, copies, first_tile, item.end, first_end, FORM, BULK)
-        query = q_ptr + item.token * q_stride_t
-        load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
-        query += FORM.L
-        load_query(q_ropes, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
-        fence_async_shared()
-        acc, odd, m, l, phases = attend(
+        copied = item.end
+        if not AHEAD:
+            current = 0
+        elif not common.is_done(item, number + 1 == end, AHEAD):
+            copied += item.after
+        if common.is_new(item, number == begin, AHEAD):
+            if first_tile < stop:
+                tile.start_copy(
+                    buffers, current, copies, first_tile, item.end, first_end, FORM, BULK
+                )
+            query = q_ptr + item.token * q_stride_t
+            load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
+            query += FORM.L
+            load_query(q_ropes, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
+            fence_async_shared()
+        acc, odd, m, l, phases, current = attend(
             buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop,
-            phases, FORM, BULK, FP8,
+            phases, current, copied, FORM, BULK, FP8,
         )  # fmt: skip
         async_copy.wait_group(0)
         # The zeros after the last tile, before the copy engine writes there.
         fence_async_shared()
         # The reduction may be launched, and waits. Not yet where it has many rows: all its CTAs
         # would go to the few SMs that are done first.
-        if ROWS <= 32 and number == last:
+        if ROWS <= 32 and number + 1 == end:
             gdc.gdc_launch_dependents()
         store_item((acc,), (odd,), m, l, value_scale, work, item, target, sink_ptr, FORM, FP8)
     # Idle CTAs must signal too: a dependent grid waits for all of them.

@@ -7,6 +7,9 @@ launched behind the reduction, and reads W_UV then.
 
 y^T [V, rows] = W_UV^T [V, L] x^T [L, rows] is computed: WGMMA needs M >= 64. A CTA has all columns
 of a group, so it finds the group's maximum.
+
+The bits of a row depend on its own latents alone, because a sum is one chain of instructions, and a
+scale is given or its row's. Under a batch-invariant plan all steps have CTAs of as many rows.
 """
 
 import torch
@@ -149,7 +152,7 @@ def launch_of(given: Inputs) -> Launch:
     out, tokens = epilogue.out, len(latents)
     heads, latent, values = epilogue.w_uv.shape
     w, step, dense = weights_of(epilogue.w_uv)
-    rows = product_rows(tokens)
+    rows = product_rows(tokens, given.plan.settings.batch_invariant)
     (stride_t, stride_h, _), (scale_t, scale_g) = latents.stride(), epilogue.scale_strides
     arguments = {
         "latent_ptr": latents, "w": w, "out_ptr": out,

@@ -21,6 +21,10 @@ OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 # block leave room for the keys. It tries up to `overhead` budgets, one after another.
 MOST_FIXED, MOST_OVERHEAD, MOST_GRANULARITY = 2**28, 2**10, 2**16
 
+# Of a batch-invariant plan: chunks of the first kind, and the length of its first two kinds in
+# such chunks. On an H200 short contexts want short chunks, and long ones would fill memory.
+NEAR, FAR = 4, 32
+
 # The six buffers that AITER knows, in the order of get_mla_metadata_info_v1.
 AITER_BUFFERS = (
     "work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map",
@@ -37,6 +41,13 @@ def device_of(device: Any) -> torch.device:
         raise ValueError(f"device must be one such as 'cuda' or 'cpu', got {device!r}") from None
 
 
+def cuts(tokens: int, near: int, middle: int, far: int) -> list[int]:
+    """The tokens at which the chunks of a sequence of `tokens` begin, with `Settings.chunks`."""
+    first, second = NEAR * near, FAR * near
+    behind = [*range(first, min(tokens, second), middle), *range(second, tokens, far)]
+    return [*range(0, min(max(tokens, 1), first), near), *behind]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The constants of a planner, as in `Settings`; fold: head blocks of a sequence."""
@@ -47,6 +58,14 @@ class Rules:
     overhead: int
     max_split_per_batch: int
     half_below: int = 0
+    chunk: int = 0  # tokens; 0: the batch decides where a sequence is cut
+    middle: int = 0  # tokens of a chunk behind the first NEAR
+    far: int = 0  # and from token FAR * chunk on
+    room: int = 0  # most tokens of a sequence
+
+    def cuts(self, tokens: int) -> list[int]:
+        """The tokens at which the chunks of a sequence begin."""
+        return cuts(tokens, self.chunk, self.middle, self.far)
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
@@ -55,12 +74,17 @@ class Rules:
         return ctas if self.max_split_per_batch < 0 else min(ctas, cap)
 
     def max_works(self, max_batch: int) -> int:
-        """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
+        """Most work items of a plan: each tile ends once, each CTA but one cuts once; or all
+        chunks."""
+        if self.chunk:
+            return max_batch * self.fold * len(self.cuts(self.room))
         return max_batch * self.fold + self.ctas - 1
 
     def max_partials(self, max_batch: int) -> int:
-        """Most splits that are merged: two for each CTA, one for the first and the last."""
-        return min(self.max_works(max_batch), 2 * (self.ctas - 1))
+        """Most splits that are merged: two for each CTA, one for the first and the last; or all
+        chunks, each of which has its own."""
+        works = self.max_works(max_batch)
+        return works if self.chunk else min(works, 2 * (self.ctas - 1))
 
     def partial_map_size(self, max_batch: int) -> int:
         """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
@@ -81,16 +105,27 @@ class Settings:
         max_split_per_batch: -1, or a budget of this many splits for each sequence (and head
             block), shared by all of them.
         max_kv_len: most KV tokens of a sequence. AITER's plan then holds the cache entry of every
-            token at a fixed address; without it the first decode of a step allocates them.
+            token at a fixed address; without it the first decode of a step allocates them. A
+            batch-invariant plan needs it: it has room for all chunks of max_batch sequences.
         kv_granularity: tokens of a block, 65536 at most: sequences are cut at multiples of it.
             AITER's planner takes a power of two.
         overhead: fixed cost of a work item, in blocks; by default 16. At most 1024, and less for
             more than 2^18 tiles: 2^28 blocks over max_batch * num_heads / 16.
-        half_below: with fewer sequences than this, half of the CTAs get work, at least one.
+        half_below: with fewer sequences than this, half of the CTAs get work, at least one. A
+            batch-invariant plan ignores it: a kernel has other tiles for half of the CTAs.
         v_head_dim: L, the latent width: columns of the output of the decode, in front of its
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
             model's v_head_dim.
         planner: "portable", for the kernels of this library, or "aiter", for AITER's.
+        batch_invariant: every sequence is cut into `chunks`, and its splits are merged in order.
+            The bits of a row then depend on its query and the keys that it sees alone: neither on
+            the other sequences of a step or their number, nor on the drafts behind the row, ctas or
+            max_batch. For a kernel computes every row of a tile by itself, its tiles begin at fixed
+            tokens of a sequence, and a key that a row does not see adds a zero. An epilogue has a
+            kernel for that on Hopper alone.
+        chunks: tokens of the first NEAR chunks, of those up to token FAR * chunks[0], and of those
+            behind it: multiples of kv_granularity, the second a divisor of (FAR - NEAR) *
+            chunks[0]. The bits depend on them.
     """
 
     max_batch: int
@@ -108,6 +143,8 @@ class Settings:
     half_below: int = 0
     v_head_dim: int = 512
     planner: str = "portable"
+    batch_invariant: bool = False
+    chunks: tuple[int, int, int] = (256, 512, 1024)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", device_of(self.device))
@@ -133,6 +170,14 @@ class Settings:
         check("overhead", overhead <= most, want, overhead)
         granularity, want = self.kv_granularity, f"at most {MOST_GRANULARITY}"
         check("kv_granularity", granularity <= MOST_GRANULARITY, want, granularity)
+        if self.batch_invariant:
+            check("planner", self.planner == "portable", '"portable", with chunks', self.planner)
+            check("max_kv_len", self.max_kv_len is not None, "given, with chunks", None)
+            near, middle, _ = self.chunks
+            ok = min(self.chunks) > 0 and (FAR - NEAR) * near % middle == 0
+            ok &= not any(tokens % granularity for tokens in self.chunks)
+            want = f"three multiples of kv_granularity ({granularity}), {FAR - NEAR} of the first "
+            check("chunks", ok, want + "a multiple of the second", self.chunks)
         if (tokens := self.max_batch * (self.max_kv_len or 0)) > MOST_TOKENS:
             raise ValueError(
                 f"{self.max_batch} sequences of {self.max_kv_len} KV tokens are {tokens}, and a "
@@ -146,8 +191,11 @@ class Settings:
         if not ctas:
             raise ValueError(f"ctas must be given on {self.device}: it has no SMs")
         overhead = OVERHEAD if self.overhead is None else self.overhead
-        more = self.max_split_per_batch, self.half_below
-        return Rules(ctas, fold, self.kv_granularity, overhead, *more)
+        common = ctas, fold, self.kv_granularity, overhead, self.max_split_per_batch
+        if not self.batch_invariant:
+            return Rules(*common, self.half_below)
+        assert self.max_kv_len is not None, "checked"
+        return Rules(*common, 0, *self.chunks, self.max_kv_len)
 
 
 @dataclasses.dataclass(frozen=True)

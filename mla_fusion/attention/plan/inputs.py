@@ -107,6 +107,10 @@ def check_step(
         want = f"0 to {max_query_len} (max_query_len) more than the one before"
         check("each element of qo_indptr", 0 <= rows <= max_query_len, want, rows)
     check("seq_lens", shortest >= 0, "0 or more", shortest)
+    if plan.rules.chunk:
+        most, longest = plan.rules.room, int(seq_lens.max())
+        want = f"at most {most} (max_kv_len)"
+        check("seq_lens", longest <= most, want, longest)
     want = f"at least {starts[-1]}, the query rows of qo_indptr"
     check("num_tokens", num_tokens >= starts[-1], want, num_tokens)
 

@@ -35,7 +35,8 @@ class Launch(NamedTuple):
 class Form:
     """Compile-time constants of a decode kernel. ENTRY: stride of tokens in a page of
     PAGE. HEADS, FOLD: of the plan's layout. SPARSE: the table lists slots. A sequence is FIRST
-    tokens of the first scope, then those of the `EXTRA_` scope. SINK, LSE: whether there is one."""
+    tokens of the first scope, then those of the `EXTRA_` scope. SINK, LSE: whether there is one.
+    CHUNKS: most neighbouring items of a CTA are of one query."""
 
     L: int
     R: int
@@ -50,6 +51,7 @@ class Form:
     SINK: bool
     LSE: bool
     layout: CacheLayout | None
+    CHUNKS: bool
 
 
 # One object for each shape: all layers of a step have it, and Triton looks its launches up by it.
@@ -72,6 +74,7 @@ def form(given: Inputs) -> Form:
         EXTRA_ENTRY=given.entry(extra), EXTRA_PAGE=extra.shape[1],
         FIRST=0 if sparse is None else sparse.first, SPARSE=sparse is not None,
         SINK=given.sink is not None, LSE=given.lse is not None, layout=given.layout,
+        CHUNKS=given.plan.settings.batch_invariant,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ CTAs, not in 18 and 14. Tiles of other lengths seldom fit, and each budget is a 
 for an overhead of blocks at least: with half as many, 16 sequences of 16 blocks took longer.
 """
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -96,7 +97,11 @@ def fill_arrays(
     each = zip(blocks.tolist(), seq_lens.tolist(), fixed.tolist(), strict=True)
     tiles = [_Tile(*tile) for tile in list(each)[:live] for _ in range(rules.fold)]
     longest = -(-int(seq_lens.max(initial=0)) // rules.granularity)
-    items = _pack_tightly(tiles, rules, rules.busy_ctas(len(seq_lens)), longest, max_query_len)
+    busy = rules.busy_ctas(len(seq_lens))
+    if rules.chunk:
+        items = _chunks(tiles, rules, busy)
+    else:
+        items = _pack_tightly(tiles, rules, busy, longest, max_query_len)
     cta, tile, begin, end, is_last = np.array(items, np.int64).reshape(-1, 5).T
     ends = is_last > 0
     sequence, block = np.divmod(tile, rules.fold)
@@ -129,6 +134,20 @@ class _Tile(NamedTuple):
     blocks: int
     tokens: int
     overhead: int
+
+
+def _chunks(tiles: list[_Tile], rules: Rules, busy: int) -> list[_Item]:
+    """The items of a batch-invariant plan for `busy` CTAs."""
+    cuts = [[at // rules.granularity for at in rules.cuts(tile.blocks and tile.tokens)]
+            for tile in tiles]  # fmt: skip
+    total = sum(x.blocks + len(of) * x.overhead for x, of in zip(tiles, cuts, strict=True))
+    items: list[_Item] = []
+    at = 0
+    for number, tile in enumerate(tiles):
+        for begin, end in itertools.pairwise([*cuts[number], tile.blocks]):
+            items.append((at * busy // total, number, begin, end, end == tile.blocks))
+            at += end - begin + tile.overhead
+    return items
 
 
 def _pack_tightly(

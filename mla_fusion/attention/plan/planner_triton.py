@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mla_fusion.attention.plan import chunks_triton
 from mla_fusion.attention.plan.buffers import PLANNED, PlanBuffers
 from mla_fusion.attention.plan.planner import EVEN_SHARE, MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.plan.planner import allocate as allocate
@@ -27,14 +28,19 @@ def fill(
 ) -> None:
     """As `planner.fill`, from device tensors, which the kernel reads when it runs."""
     rules, max_batch, batch = plan.rules, plan.settings.max_batch, len(seq_lens)
-    mla_plan[(1,)](
-        step_qo_indptr=qo_indptr, seq_lens=seq_lens, scratch=plan.planner_scratch, batch=batch,
-        busy=rules.busy_ctas(batch), max_query_len=max_query_len, MAX_BATCH=max_batch, RULES=rules,
-        BLOCK_B=triton.next_power_of_2(max_batch), BLOCK_W=triton.next_power_of_2(rules.ctas),
+    arguments = {
+        "step_qo_indptr": qo_indptr, "seq_lens": seq_lens, "batch": batch,
+        "busy": rules.busy_ctas(batch), "max_query_len": max_query_len, "MAX_BATCH": max_batch,
+        "RULES": rules, "BLOCK_B": triton.next_power_of_2(max_batch), "num_warps": 4,
         **{name: getattr(plan, name) for name in PLANNED},
-        # The serial loop is the same in all warps; they share the work before and after it.
-        num_warps=4,
-    )  # fmt: skip
+    }  # fmt: skip
+    if rules.chunk:
+        block_w = triton.next_power_of_2(rules.ctas + 1)
+        chunks_triton.mla_plan_chunks[(batch,)](**arguments, BLOCK_W=block_w)
+        return
+    # The serial loop is the same in all warps; they share the work before and after it.
+    block_w = triton.next_power_of_2(rules.ctas)
+    mla_plan[(1,)](**arguments, scratch=plan.planner_scratch, BLOCK_W=block_w)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 
 from mla_fusion import gpu
 from mla_fusion.attention import cards
-from mla_fusion.attention.card import Decodes
+from mla_fusion.attention.card import Card, Decodes
 from mla_fusion.attention.plan.buffers import PlanBuffers
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
@@ -46,6 +46,15 @@ def check_types(q: torch.Tensor, kv_cache: torch.Tensor, latent: int) -> None:
 def persistent_mla_decode(given: Inputs) -> None:
     """See `mla_fusion.attention.persistent_mla_decode`."""
     check_types(given.q, given.kv_cache, given.plan.settings.v_head_dim)
+    if (
+        given.epilogue is not None
+        and given.plan.settings.batch_invariant
+        and not product_card(given)
+    ):
+        raise ValueError(
+            "provider 'triton': no kernel for this GPU, or for these strides, multiplies with W_UV "
+            "in an order that the batch does not change; leave out the epilogue of this plan"
+        )
     launch(given)
 
 
@@ -71,15 +80,19 @@ def merge(given: Inputs) -> None:
     reduce_kernel.launch_of(given).start()
 
 
+def product_card(given: Inputs) -> Card | None:
+    """The card of the product with W_UV; None where `torch.bmm` computes it."""
+    here = gpu.of(given.out.device)
+    return next((card for card in cards.PRODUCTS if card.takes(here, given)), None)
+
+
 def multiply(given: Inputs) -> None:
     """The product of the merged latents in `out` with W_UV, and a quantization: one launch where a
     card takes it, else `torch.bmm`, as in vLLM, and a kernel that quantizes."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
-    here = gpu.of(latents.device)
-    for card in cards.PRODUCTS:
-        if card.takes(here, given):
-            return card.module.launch_of(given).start()
+    if card := product_card(given):
+        return card.module.launch_of(given).start()
     (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
     if epilogue.scale is not None:
         # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
@@ -104,7 +117,8 @@ def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
     batches: dict[Any, int] = {}
     settings, layout = plan.settings, plan.layout
     for batch in range(1, settings.max_batch + 1):
-        merged = reduction(batch * layout.fold, layout.per_work * settings.max_query_len)
+        rows = layout.per_work * settings.max_query_len
+        merged = reduction(batch * layout.fold, rows, settings.batch_invariant)
         batches.setdefault((merged, batch < plan.rules.half_below), batch)
         for length in range(1, settings.max_query_len + 1) if values else ():
             product = batch * length, settings.num_heads, values or 0

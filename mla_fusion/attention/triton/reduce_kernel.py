@@ -12,11 +12,12 @@ from mla_fusion.kernels.triton import early_launch
 
 @triton.jit
 def merge_step(lse, part, m, l, acc):
-    """Merge SPLITS more splits: their LSE [splits, rows] in base 2, outputs [..., columns]."""
+    """Merge SPLITS more splits: their LSE [splits, rows] and outputs [..., columns]. A split of
+    which a row sees no key leaves the row's bits alone: it adds zeros, and decays by 1."""
     new_m = tl.maximum(m, tl.max(lse, 0))
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(lse - base[None, :])
-    decay = tl.exp2(m - base)
+    p = tl.exp2((lse - base[None, :]) * LOG2E)
+    decay = tl.exp2((m - base) * LOG2E)
     l = l * decay + tl.sum(p, 0)
     acc = acc * decay[:, None] + tl.sum(part * p[:, :, None], 0)
     return new_m, l, acc
@@ -62,14 +63,15 @@ def mla_reduce(
         if PDL:
             tl.extra.cuda.gdc_wait()
         wanted = (split < last)[:, None] & real[None, :]
-        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf")) * LOG2E
+        lse = tl.load(partial_lse_ptr + at, mask=wanted, other=float("-inf"))
         values = partial_ptr + at[:, :, None] * L + column[None, None, :]
         of_split = within(wanted[:, :, None], column[None, None, :], L, PADDED)
         part = tl.load(values, mask=of_split, other=0.0)
         m, l, acc = merge_step(lse, part, m, l, acc)
-    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2)
+    # The LSE of a single split is its own, to the bit.
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(l) * LN2)
     if SINK:
-        l += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E - m)
+        l += tl.exp2((tl.load(sink_ptr + head, mask=real, other=0.0) - m) * LOG2E)
     acc *= tl.where(lse > float("-inf"), 1.0 / l, 0.0)[:, None]
     final = out_ptr + token * out_stride_t + head * out_stride_h
     of_row = within(real[:, None], column[None, :], L, PADDED)
@@ -79,13 +81,14 @@ def mla_reduce(
             tl.store(lse_ptr + token * heads + head, lse, mask=real)
 
 
-def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
+def reduction(tiles: int, rows: int, batch_invariant: bool = False) -> tuple[int, int, int]:
     """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each: few
     tiles have many splits, which are loaded at once. Measured on an H200, where a CTA has 16 bytes
-    of each of its rows and splits in a thread."""
-    if tiles * rows <= 128:
+    of each of its rows and splits in a thread. The order of a row's sum depends on all three, so
+    they are the same for every step of a batch-invariant plan, those of a small batch."""
+    if tiles * rows <= 128 and not batch_invariant:
         return 1, 32, 256
-    if tiles * rows <= 512:
+    if tiles * rows <= 512 or batch_invariant:
         return 1, 16, 512
     return (1 if tiles * rows <= 2048 else 2 if tiles * rows <= 4096 else 4), 4, 512
 
@@ -95,7 +98,7 @@ def launch_of(given: Inputs) -> Launch:
     plan, out, (latent, _) = given.plan, given.out, given.widths
     assert plan.step is not None, "the caller has refreshed the plan"
     tiles = plan.step.batch * plan.layout.fold
-    rows, splits, columns = reduction(tiles, given.rows)
+    rows, splits, columns = reduction(tiles, given.rows, plan.settings.batch_invariant)
     columns = min(columns, next_power_of_two(latent))
     stride_t, stride_h, _ = out.stride()
     early = early_launch(out.device)

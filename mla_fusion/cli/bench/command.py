@@ -27,6 +27,7 @@ NUMBERS = {
     "page": ("N", "tokens of a page of the cache"),
     "values": ("V", "v_head_dim: time the product with W_UV too; 0: the decode alone"),
     "max_split_per_batch": ("N", "splits of a sequence on average, at most; -1: no cap"),
+    "chunks": ("N", "batch-invariant plans with these three chunks, and peers in vLLM's mode"),
     "k": ("K", "columns of the weights"),
     "sizes": ("N", "rows of one weight or of two; none: every shape that has shipped rows"),
     "layers": ("N", "layers in one CUDA graph"),

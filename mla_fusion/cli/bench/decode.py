@@ -27,7 +27,7 @@ from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Ceilings
 
 STEP, LAYER = ["batch", "context", "ragged"], ["heads", "queries", "dtype"]
-CASE = [*STEP, *LAYER, "latent", "rope", "page", "values"]
+CASE = [*STEP, *LAYER, "latent", "rope", "page", "values", "chunks"]
 RESULT = ["candidate", "vllm_default", *TIMES, "gbps", "of_read", "tflops", "error"]
 OURS, READ = "ours", "read"
 MOST_TOKENS = 2**24  # of a step: those that an H200 holds, with 14 layers of 576 bytes a token
@@ -35,7 +35,7 @@ TYPES = {"bf16": peers.BF16, "fp8": peers.FP8}
 DEFAULTS = {
     "batches": (1, 4, 16, 64, 128), "contexts": (1024, 8192, 65536), "heads": (16, 128),
     "queries": (1,), "rope": 64, "latent": 512, "page": peers.PAGE, "values": 0,
-    "max_split_per_batch": -1, "rounds": 7, "bf16": False, "fp8": False, "peers": (),
+    "max_split_per_batch": -1, "chunks": (), "rounds": 7, "bf16": False, "fp8": False, "peers": (),
 }  # fmt: skip
 
 
@@ -80,6 +80,7 @@ def grid(settings: argparse.Namespace, types: Iterable[torch.dtype]) -> list[Cas
     layers = itertools.product(types, settings.heads, settings.queries)
     names = "page", "latent", "rope", "values", "max_split_per_batch"
     shared = {name: getattr(settings, name) for name in names}
+    shared["chunks"] = tuple(settings.chunks)
     steps = [*itertools.product(settings.batches, settings.contexts)]
     if large := [f"{b} x {n}" for b, n in steps if b * n > MOST_TOKENS]:
         print(f"left out, more than {MOST_TOKENS} tokens: {', '.join(large)}")
@@ -104,6 +105,7 @@ def measure(case: Case, names: Collection[str], rounds: int) -> list[Row]:
         return []
     default = peers.vllm_default(case)
     known = dataclasses.asdict(case) | {"ragged": int(case.ragged), "dtype": case.kind}
+    known["chunks"] = " ".join(map(str, case.chunks))
     candidates = {n: each for n, each in peers.CANDIDATES[case.dtype].items() if n in names}
     rows, told, work = [], [], (case.bytes(), case.flops())
 

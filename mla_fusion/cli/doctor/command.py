@@ -162,7 +162,9 @@ def examine() -> dict[str, Any]:
         problems.append(f"vLLM is missing: {INSTALL_VLLM}")
     elif not vllm_compat.is_supported(vllm):
         problems.append(f"vLLM {vllm} is outside the window {vllm_compat.window()}")
-    if vllm and (decline := eligibility.why_not_here()):
+    decline = eligibility.why_not_here() if vllm else None
+    kept = decline and decline.code == eligibility.INVARIANT and found["arch"] in gpu.HOPPER
+    if decline and not kept:
         problems.append(decline.explain())
     if vllm and found["plugin"]:
         problems.append(f"vLLM does not load the plugin: {found['plugin']}")
@@ -171,6 +173,7 @@ def examine() -> dict[str, Any]:
         problems.append("no provider can serve here: " + "; ".join(whys))
     return {
         "works": not problems,
+        "batch_invariant": bool(kept),
         "mla_fusion": __version__,
         **found,
         "problems": problems,
@@ -204,6 +207,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         facts["decodes"] = ", ".join(found["decodes"])
     if works and found["platform"] == "cuda":
         facts["auto"] = f"goes by {measured.files(device)}"
+    if found["batch_invariant"]:
+        out.append("  VLLM_BATCH_INVARIANT=1: it decodes in every step, and graphs stay vLLM's")
     if works and found["default"] not in serving:
         chosen = json.dumps({config.OPTIONS_KEY: {"provider": serving[0]}})
         out.append(f"  name it beside the flag: --additional-config '{chosen}'")

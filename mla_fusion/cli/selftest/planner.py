@@ -13,6 +13,9 @@ from mla_fusion.attention.plan.buffers import PLANNED
 from mla_fusion.measure.outcome import Outcome
 
 LONGEST = 8  # query rows
+RULES: dict[str, dict[str, Any]] = {
+    "cap -1": {}, "cap 16": {"max_split_per_batch": 16}, "chunks": {"batch_invariant": True},
+}  # fmt: skip
 # What the planner is compiled for: max_batch, heads (16, 32 and 128 are 1, 2 and 8 head blocks
 # with queries of up to 8 rows), CTAs, kv_granularity and overhead.
 PLANNERS = [
@@ -30,12 +33,15 @@ def check(
 ) -> Iterator[Outcome]:
     """Ragged batches, each planned where an earlier plan was; error: elements that differ."""
     rng = random.Random(0)
-    for shape, cap in itertools.product(planners, (-1, 16)):
+    for shape, rule in itertools.product(planners, RULES):
         max_batch, heads, ctas, granularity, overhead = shape
+        chunk = granularity * max(1, 256 // granularity)
         fields: dict[str, Any] = {
             "max_batch": max_batch, "max_query_len": LONGEST, "num_heads": heads,
             "q_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "ctas": ctas, "v_head_dim": 8,
-            "kv_granularity": granularity, "overhead": overhead, "max_split_per_batch": cap,
+            "kv_granularity": granularity, "overhead": overhead,
+            "max_kv_len": 100 * max(1000, granularity),
+            "chunks": (chunk, 4 * chunk, 16 * chunk), **RULES[rule],
         }  # fmt: skip
         want, got = (PersistentDecodePlan.allocate(**fields, device=at) for at in ("cpu", device))
         different = 0
@@ -48,7 +54,7 @@ def check(
             planner_triton.fill(got, starts.to(device), lens.to(device), longest)
             for name in PLANNED:
                 different += int((getattr(want, name) != getattr(got, name).cpu()).sum())
-        name = f"{plans} plans of {max_batch} sequences, {heads} heads, {ctas} CTAs, cap {cap}"
+        name = f"{plans} plans of {max_batch} sequences, {heads} heads, {ctas} CTAs, {rule}"
         yield Outcome(name, different, 0)
 
 
