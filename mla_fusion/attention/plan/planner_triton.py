@@ -155,6 +155,7 @@ def find_starts(
     step = budget - kept  # blocks of a CTA that starts and ends in a tile
     tile, begin, last = zero, zero, zero
     end, uncut = unpack(tl.load(sequences))
+    following = tl.load(sequences + 1)  # ahead, since the walk would wait for each
     tl.store(starts, 0)
     reach = budget
     while (reach < total) & (last < busy):
@@ -162,7 +163,8 @@ def find_starts(
             tile += FOLD
             sequences += 1
             begin = end
-            end, uncut = unpack(tl.load(sequences))
+            end, uncut = unpack(following)
+            following = tl.load(sequences + 1)
         # The tile that holds `reach`: the CTA gets done with some of its blocks.
         tile_cost = (end - begin) // FOLD
         block = zero
