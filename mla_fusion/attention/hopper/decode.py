@@ -164,8 +164,8 @@ def store_item(
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def mla_decode_hopper(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
-    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
-    kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
+    q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
     out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride, latents,
     rotated, block_rows, fresh,
     FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
@@ -209,7 +209,7 @@ def mla_decode_hopper(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))

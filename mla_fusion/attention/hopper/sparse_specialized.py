@@ -144,7 +144,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
 )
 def mla_sparse_hopper_ws(
     table_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, kv_ptr, extra_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
+    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
     scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, block_units,
     extra_block_units, q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
@@ -183,7 +183,7 @@ def mla_sparse_hopper_ws(
         made.index(0), made.index(1),
     )  # fmt: skip
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     scopes = Scopes(kv_ptr, block_units, extra_ptr, extra_block_units, first_lens_ptr)

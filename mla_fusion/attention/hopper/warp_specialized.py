@@ -43,7 +43,7 @@ from mla_fusion.attention.plan.launches import Launch
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
 def mla_decode_hopper_ws(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
-    qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
+    q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
     out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
     block_rows, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def mla_decode_hopper_ws(
         query_made.index(0), query_made.index(1),
     )  # fmt: skip
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         table_ptr, table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     target = Target(

@@ -218,7 +218,8 @@ class PlanBuffers:
                       at qo_indptr[b] * fold + f * (rows of b); row i is the token qo_indptr[b] + i
         4, 5 kv_start, kv_end   tokens in the concatenation of all sequences: the first is token
                       kv_start - kv_indptr[b] of sequence b
-        6 kv_offset   tokens of this sequence from kv_end to its end; 7 is padding
+        6 kv_offset   tokens of this sequence from kv_end to its end
+        7 kv_first    kv_indptr[b]; AITER has padding here
     reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
         none if it was not split; constant after the last sequence.
     reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.

@@ -229,7 +229,7 @@ def write_items(
         tl.store(row + 4, token + done * rules.granularity, mask=mask)
         tl.store(row + 5, token + stop, mask=mask)
         tl.store(row + 6, planned - stop, mask=mask)
-        tl.store(row + 7, 0, mask=mask)
+        tl.store(row + 7, token, mask=mask)
         tl.store(reduce_partial_map + partial, partial * max_query_len, mask=mask & is_split)
         ends = mask & (is_cut == 0)
         partial += is_split.to(tl.int32)
