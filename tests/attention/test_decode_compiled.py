@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention.hopper import (
     cards,
     decode,
+    decode_fp8,
     sparse_fp8,
     sparse_specialized,
     warp_specialized,
@@ -97,9 +98,7 @@ def test_decode(case, dtype):
 
 @pytest.mark.parametrize("heads", [16, 20])
 def test_tiles_of_two_boxes(heads):
-    given = inputs(heads, FN, half_below=9)
-    given.plan.step = Step(8, 8, 1)
-    launch = decode.launch_of(given)
+    launch = decode_fp8.launch_of(inputs(heads, FN))
     result = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
     assert launch.options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result

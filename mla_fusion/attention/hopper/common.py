@@ -83,19 +83,21 @@ def tiles_of(work, item, form: gl.constexpr):
     return first, gl.where(work.first_row < form.HEADS * item.count, count, 0)
 
 
-def cache_boxes(kv_cache: torch.Tensor, columns: tuple[int, ...]) -> tuple[Any, ...]:
+def cache_boxes(
+    kv_cache: torch.Tensor, columns: tuple[int, ...], tokens: int = cards.TILE
+) -> tuple[Any, ...]:
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it, one list of rows:
-    descriptors of tiles of `TILE` tokens, one for each of `columns`, and the rows from one block
-    to the next. 0 if the engine cannot copy such tiles: they span pages, or blocks are not a whole
-    number of rows apart. The descriptors are then the cache, and unused.
+    descriptors of boxes of `tokens`, one for each of `columns`, and the rows from one block to the
+    next. 0 if the engine cannot copy such boxes: they span pages, or blocks are not a whole number
+    of rows apart. The descriptors are then the cache, and unused.
     """
     blocks, page_size, _ = kv_cache.shape
     block_stride, entry, _ = kv_cache.stride()
-    if page_size % cards.TILE or block_stride % entry:
+    if page_size % tokens or block_stride % entry:
         return *[kv_cache] * len(columns), 0
     step = block_stride // entry
     rows = (blocks - 1) * step + page_size
-    return *boxes(kv_cache, [rows], [entry], [cards.TILE], *columns), step
+    return *boxes(kv_cache, [rows], [entry], [tokens], *columns), step
 
 
 def boxes(

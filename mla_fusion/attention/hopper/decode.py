@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common, tile
+from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
@@ -124,9 +125,26 @@ def attend(
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, left, PAIRS)
+        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, PAIRS)
         current = 1 - current
     return acc, odd, m, l, phases
+
+
+@gluon.jit
+def store_rows(sums, odds, inverse, work, item, target, form: gl.constexpr, PAIRS: gl.constexpr):
+    """Store sums times `inverse` [rows]: to the output, or to partial rows for a split. sums:
+    [latents, rows] of each part of the L latents; with PAIRS the even ones, and `odds` the others.
+    """
+    layout: gl.constexpr = inverse.type.layout
+    rows, head, real = ws.rows_of(work, item, target, inverse.shape[0], form.HEADS, layout)
+    inverse = inverse[None, :]
+    if item.partial < 0:
+        at_token = item.token + rows // form.HEADS
+        final = target.out + at_token * target.stride_t + head * target.stride_h
+        store_output(final, sums, odds, inverse, real, form.L, PAIRS)
+    else:
+        partial = target.partial + (item.partial.to(gl.int64) * form.HEADS + rows) * form.L
+        store_output(partial, sums, odds, inverse, real, form.L, PAIRS)
 
 
 @gluon.jit
@@ -134,30 +152,18 @@ def store_item(
     sums, odds, m, l, value_scale, work, item, target, sink_ptr, form: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a split. sums:
-    [latents, rows] of each part of the L latents; with PAIRS the even ones, and `odds` the others.
-    """
+    """Normalize the sums and store them and their LSE, as `store_rows` has them."""
     out_row: gl.constexpr = gl.SliceLayout(0, sums[0].type.layout)
     l = gl.sum(l, 0)
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * LN2)
-    rows = work.first_row + gl.arange(0, sums[0].shape[1], out_row)
-    head = item.first_head + rows % form.HEADS
-    real = (rows // form.HEADS < item.count) & (head < target.heads)
     lse, divisor = gl.convert_layout(lse, out_row), gl.convert_layout(l, out_row)
     if form.SINK and item.partial < 0:
+        _, head, real = ws.rows_of(work, item, target, lse.shape[0], form.HEADS, out_row)
         sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
         divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
-    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
-    if item.partial < 0:
-        at_token = item.token + rows // form.HEADS
-        final = target.out + at_token * target.stride_t + head * target.stride_h
-        store_output(final, sums, odds, inverse, real, form.L, PAIRS)
-        if form.LSE:
-            gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
-    else:
-        at_partial = item.partial.to(gl.int64) * form.HEADS + rows
-        store_output(target.partial + at_partial * form.L, sums, odds, inverse, real, form.L, PAIRS)
-        gl.store(target.partial_lse + at_partial, lse, mask=real)
+    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
+    store_rows(sums, odds, inverse, work, item, target, form, PAIRS)
+    ws.store_lse(lse, work, item, target, form)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
@@ -259,21 +265,15 @@ def mla_decode_hopper(
 def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
     rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
-    cache, plan = given.kv_cache, given.plan
-    # CTAs that share SMs, or, in a step with work for half of them, have one each. A graph replays
-    # steps of fewer sequences at most, which give no other CTA work either.
-    few = plan.step is not None and plan.step.batch < plan.rules.half_below
+    cache = given.kv_cache
     # The slots of a sparse sequence are scattered rows.
     latents, rotated, block_rows = cache, cache, 0
     if not given.sparse:
         latents, rotated, block_rows = common.cache_boxes(cache, given.widths)
-    # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
-    boxes = 2 if block_rows and (rows == 32 or few) and cache.itemsize == 1 else 1
     arguments = {
         **launches.common(given), **launches.caches(given),
         "latents": latents, "rotated": rotated, "block_rows": block_rows,
-        "ROWS": rows, "BLOCK_N": boxes * TILE.value, "BULK": block_rows > 0,
+        "ROWS": rows, "BLOCK_N": TILE.value, "BULK": block_rows > 0,
     }  # fmt: skip
-    options = {"num_warps": 4 if rows == 16 and boxes == 1 else 8, "launch_pdl": True}
-    ctas, blocks = launches.grid(given, rows)
-    return Launch(mla_decode_hopper, (ctas // 2 if few else ctas, blocks), arguments, options)
+    options = {"num_warps": 4 if rows == 16 else 8, "launch_pdl": True}
+    return Launch(mla_decode_hopper, launches.grid(given, rows), arguments, options)

@@ -94,7 +94,7 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
         gdc.gdc_wait()
         sink = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         if form.SINK and item.partial < 0:
-            _, head, real = ws.rows_of(work, item, target, form.HEADS, row_layout)
+            _, head, real = ws.rows_of(work, item, target, ROWS, form.HEADS, row_layout)
             sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
         lse, inverse = bf16.give_last(m, l, sink, shared, sent)
         sent += 1

@@ -88,22 +88,14 @@ def copy_tile(
 
 
 @gluon.jit
-def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
-    """Have the copy engine copy BOXES * TILE tokens from `token` on, one box or two."""
+def copy_box(buffer, copies, token, PAGE: gl.constexpr):
+    """Have the copy engine copy a box of TILE tokens from `token` on."""
     keys, ropes = buffer.keys, buffer.ropes
     BITS: gl.constexpr = keys.dtype.primitive_bitwidth
-    mbarrier.expect(buffer.arrived, BOXES * TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
-    table, block_rows = copies.first.table, copies.block_rows
-    row = gl.load(table + token // PAGE) * block_rows + token % PAGE
-    other = row
-    if BOXES == 2:
-        token += TILE
-        other = gl.load(table + token // PAGE) * block_rows + token % PAGE
-    for box in gl.static_range(BOXES):
-        at = other if box == 1 else row
-        tma_load(copies.latents, [at, 0], buffer.arrived, keys.slice(box * TILE, TILE))
-        rope = ropes.slice(box * TILE, TILE)
-        tma_load(copies.rotated, [at, keys.shape[1]], buffer.arrived, rope)
+    mbarrier.expect(buffer.arrived, TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
+    row = gl.load(copies.first.table + token // PAGE) * copies.block_rows + token % PAGE
+    tma_load(copies.latents, [row, 0], buffer.arrived, keys)
+    tma_load(copies.rotated, [row, keys.shape[1]], buffer.arrived, ropes)
 
 
 @gluon.jit
@@ -123,12 +115,8 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
                 form.EXTRA_PAGE, True,
             )  # fmt: skip
     elif BULK:
-        BOXES: gl.constexpr = BLOCK_N // TILE
-        token = tile * TILE
-        if token + (BOXES - 1) * TILE < end:
-            copy_boxes(buffer, copies, token, BOXES, form.PAGE)
-        elif BOXES == 2 and token < end:
-            copy_boxes(buffer, copies, token, 1, form.PAGE)
+        if tile * TILE < end:
+            copy_box(buffer, copies, tile * TILE, form.PAGE)
     else:
         copy_tile(buffer, copies.first, tile, end, form.ENTRY, form.PAGE, False)
 
@@ -170,16 +158,12 @@ def add_box(acc, odd, view, p, BOX: gl.constexpr, RUNNING: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, odd, decay, key, p, left, FP8: gl.constexpr):
-    """Decay the sums [latents, rows] and add the weighted values of a tile, of `left` tokens."""
+def add_values(acc, odd, decay, key, p, FP8: gl.constexpr):
+    """Decay the sums [latents, rows] and add the weighted values of a tile."""
     acc = acc * decay[None, :]
     if FP8:
         odd = odd * decay[None, :]
-        view = pairs_of(key)
-        BOXES: gl.constexpr = key.shape[0] // TILE
-        acc, odd = add_box(acc, odd, view, p, 0, 2 * (BOXES - 1))
-        if BOXES == 2 and left > TILE:
-            acc, odd = add_box(acc, odd, view, p, 1, 2)
+        acc, odd = add_box(acc, odd, pairs_of(key), p, 0, 0)
     else:
         acc = hopper.warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, [acc])

@@ -46,13 +46,11 @@ class Rules:
     granularity: int
     overhead: int
     max_split_per_batch: int
-    half_below: int = 0
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
-        ctas = max(1, self.ctas // 2) if batch < self.half_below else self.ctas
         cap = self.max_split_per_batch * batch * self.fold
-        return ctas if self.max_split_per_batch < 0 else min(ctas, cap)
+        return self.ctas if self.max_split_per_batch < 0 else min(self.ctas, cap)
 
     def max_works(self, max_batch: int) -> int:
         """Most work items of a plan: each tile ends once, each CTA but one cuts once."""
@@ -86,7 +84,6 @@ class Settings:
             AITER's planner takes a power of two.
         overhead: fixed cost of a work item, in blocks; by default 16. At most 1024, and less for
             more than 2^18 tiles: 2^28 blocks over max_batch * num_heads / 16.
-        half_below: with fewer sequences than this, half of the CTAs get work, at least one.
         v_head_dim: L, the latent width: columns of the output of the decode, in front of its
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
             model's v_head_dim.
@@ -105,7 +102,6 @@ class Settings:
     max_kv_len: int | None = None
     kv_granularity: int = 16
     overhead: int | None = None
-    half_below: int = 0
     v_head_dim: int = 512
     planner: str = "portable"
 
@@ -121,10 +117,9 @@ class Settings:
                 check(field.name, ok, "bf16, fp16, fp32 or fp8", value)
             elif field.type.startswith("int") and not (value is None and "None" in field.type):
                 check_whole(field.name, value)
-                ok = field.name in ("half_below", "max_split_per_batch") or value >= 1
+                ok = field.name == "max_split_per_batch" or value >= 1
                 check(field.name, ok, "at least 1", value)
         check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)
-        check("half_below", self.half_below >= 0, "0 (never) or more", self.half_below)
         known = self.planner in ("portable", "aiter")
         check("planner", known, '"portable" or "aiter"', self.planner)
         tiles = self.max_batch * -(-self.num_heads // 16)
@@ -146,8 +141,7 @@ class Settings:
         if not ctas:
             raise ValueError(f"ctas must be given on {self.device}: it has no SMs")
         overhead = OVERHEAD if self.overhead is None else self.overhead
-        more = self.max_split_per_batch, self.half_below
-        return Rules(ctas, fold, self.kv_granularity, overhead, *more)
+        return Rules(ctas, fold, self.kv_granularity, overhead, self.max_split_per_batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,7 +105,7 @@ def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
     settings, layout = plan.settings, plan.layout
     for batch in range(1, settings.max_batch + 1):
         merged = reduction(batch * layout.fold, layout.per_work * settings.max_query_len)
-        batches.setdefault((merged, batch < plan.rules.half_below), batch)
+        batches.setdefault(merged, batch)
         for length in range(1, settings.max_query_len + 1) if values else ():
             product = batch * length, settings.num_heads, values or 0
             variants = (card.variant(*product) for card in cards.PRODUCTS)
