@@ -149,7 +149,7 @@ from mla_fusion.attention.triton import reduce_kernel  # noqa: E402
 
 @pytest.mark.parametrize(
     ("heads", "most", "batches"),
-    [(16, 256, [1, 9, 33, 129]), (128, 256, [1, 2, 5, 17, 33]), (128, 16, [1, 2, 5])],
+    [(16, 256, [1, 9, 17, 65]), (128, 256, [1, 2, 3, 9, 33]), (128, 16, [1, 2, 3, 9])],
 )
 def test_a_warm_up_without_an_epilogue_runs_every_reduction(heads, most, batches):
     plan = plan_for(max_batch=most, num_heads=heads, ctas=132)

@@ -85,9 +85,9 @@ def reduction(tiles: int, rows: int) -> tuple[int, int, int]:
     of each of its rows and splits in a thread."""
     if tiles * rows <= 128:
         return 1, 32, 256
-    if tiles * rows <= 512:
+    if tiles * rows <= 256:
         return 1, 16, 512
-    return (1 if tiles * rows <= 2048 else 2 if tiles * rows <= 4096 else 4), 4, 512
+    return (1 if tiles * rows <= 1024 else 2 if tiles * rows <= 4096 else 4), 4, 512
 
 
 def launch_of(given: Inputs) -> Launch:
