@@ -20,10 +20,9 @@ WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
 SPARSE_FP8_ROWS = 16  # of a CTA, two of which share an SM
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
-# Less than in `BLOCKS` for tiles of 128 tokens, which splits of 3 blocks would fill badly, and for
-# fp8_ds_mla, whose blocks take longer.
+# Less than in `BLOCKS` for 17 to 32 rows in fp8, and for fp8_ds_mla, whose blocks take longer.
 WIDE_OVERHEAD, DS_MLA_OVERHEAD = 3, 2
-PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 64  # of a CTA of `product.py`
+PRODUCT_COLUMNS, PRODUCT_ROWS, PRODUCT_CTAS = 128, 64, 132  # of a CTA of `product.py`; at once
 # Tokens times blocks of columns, rows and heads. On an H200 a decode and `torch.bmm` took 1.00 to
 # 1.20 of the time of a decode and this product up to here, 0.95 to 1.02 at twice as much, where a
 # quantization would be one more launch.
@@ -118,9 +117,11 @@ def _of_scale(given: Inputs) -> Decline | None:
     return None if scale > 0 else refused(why)
 
 
-def product_rows(tokens: int) -> int:
-    """Tokens of a CTA of `product.py`."""
-    return min(PRODUCT_ROWS, max(8, next_power_of_two(tokens)))
+def product_rows(tokens: int, heads: int, values: int) -> int:
+    """Tokens of a CTA of `product.py`: up to 32, if so all CTAs run at once."""
+    ctas = heads * (values // PRODUCT_COLUMNS) * -(-tokens // 32)
+    most = 32 if ctas <= PRODUCT_CTAS else PRODUCT_ROWS
+    return min(most, max(8, next_power_of_two(tokens)))
 
 
 def product_size(tokens: int, heads: int, values: int) -> int:
@@ -130,7 +131,7 @@ def product_size(tokens: int, heads: int, values: int) -> int:
 
 def _variant(tokens: int, heads: int, values: int) -> tuple[int, bool, bool]:
     size = product_size(tokens, heads, values)
-    return product_rows(tokens), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
+    return product_rows(tokens, heads, values), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
 
 
 def product(given: Inputs) -> Decline | None:
@@ -164,16 +165,13 @@ def _blocks_at_once(here: gpu.Gpu, of: Decodes, rows: int, pairs: bool) -> dict[
 
 
 def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
-    """Two CTAs an SM for up to 16 query rows, if its shared memory holds the tiles of both: they
-    hide each other's latency. In fp8 a warp that copies hides more."""
-    plan = {**BLOCKS}
-    # Two tiles of keys, and one of queries.
-    tiles = (2 * TILE + 16) * of.width * of.kv_dtype.itemsize
-    is_fp8 = of.kv_dtype.itemsize == 1
-    shared = of.rows <= 16 and 2 * tiles <= here.shared_memory and not is_fp8
-    if of.width == WIDE and is_fp8 and 16 < of.rows <= FEW_ROWS:
-        plan["overhead"] = WIDE_OVERHEAD
-    return {"ctas": here.sms * (2 if shared else 1), **plan}
+    """One CTA an SM; two for up to 16 rows of 16 bits, if its shared memory holds tiles of both."""
+    ctas, overhead = here.sms, BLOCKS["overhead"]
+    if of.kv_dtype.itemsize == 1:
+        overhead = WIDE_OVERHEAD if of.width == WIDE and 16 < of.rows <= FEW_ROWS else overhead
+    elif of.rows <= 16 and 4 * (2 * TILE + 16) * of.width <= here.shared_memory:
+        ctas *= 2
+    return {**BLOCKS, "ctas": ctas, "overhead": overhead}
 
 
 def _of_sparse_fp8(here: gpu.Gpu, of: Decodes) -> dict[str, int]:

@@ -76,8 +76,6 @@ def attend(
 
     row: query rows of the CTA, in the layout of columns of the scores.
     """
-    BLOCK_N: gl.constexpr = shared_p.shape[0]
-    TILES: gl.constexpr = BLOCK_N // TILE
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
@@ -85,38 +83,38 @@ def attend(
     # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
     limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // form.HEADS))
     m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
-    l = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+    l = gl.zeros([TILE, ROWS], gl.float32, score)
     acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
     odd = acc
     current = 0
-    for t in range(item.begin // TILE, stop, TILES):
+    for t in range(item.begin // TILE, stop):
         if BULK:
             # No warp reads the other buffer any more.
             barrier()
         else:
             async_copy.wait_group(0)
         # After the last tile this copies nothing.
-        tile.start_copy(buffers, 1 - current, copies, t + TILES, item.end, first_end, form, BULK)
+        tile.start_copy(buffers, 1 - current, copies, t + 1, item.end, first_end, form, BULK)
         left = item.end - t * TILE
         if BULK:
             mbarrier.wait(buffers.arrived.index(current), phases >> current & 1)
             phases ^= 1 << current
             keys = buffers.keys.index(current)
             # P is zero there. Widened fp8 has no NaN.
-            if keys.dtype.primitive_bitwidth == 16 and left < BLOCK_N:
+            if keys.dtype.primitive_bitwidth == 16 and left < TILE:
                 common.clear_rows(keys, left)
         else:
             fence_async_shared()
         key = buffers.keys.index(current)
-        s = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+        s = gl.zeros([TILE, ROWS], gl.float32, score)
         s = hopper.warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
         rope = buffers.ropes.index(current)
         s = hopper.warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
         s = hopper.warpgroup_mma_wait(0, [s])
-        at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
+        at = t * TILE + gl.arange(0, TILE, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if form.SPARSE:
-            if t * BLOCK_N < form.FIRST:
+            if t * TILE < form.FIRST:
                 slots = gl.load(copies.first.table + at, mask=at < first_end, other=-1)
             else:
                 slots = gl.load(copies.extra.table + at - form.FIRST, mask=at < item.end, other=-1)
@@ -125,7 +123,7 @@ def attend(
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, PAIRS)
+        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, 0, PAIRS)
         current = 1 - current
     return acc, odd, m, l, phases
 
@@ -170,11 +168,10 @@ def store_item(
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def mla_decode_hopper(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
-    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
-    q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
-    out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride, latents,
-    rotated, block_rows, fresh,
-    FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, q_scale_ptr,
+    kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
+    block_stride, extra_table_stride, extra_block_stride, latents, rotated, block_rows, fresh,
+    FORM: gl.constexpr, ROWS: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters, `common.cache_boxes` latents, rotated and block_rows.
 
@@ -190,11 +187,11 @@ def mla_decode_hopper(
     wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(FORM.R * BITS // 8, BITS, 2)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
-    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, FORM.L], wide)
-    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, FORM.R], narrow)
+    keys = gl.allocate_shared_memory(TYPE, [2, TILE, FORM.L], wide)
+    ropes = gl.allocate_shared_memory(TYPE, [2, TILE, FORM.R], narrow)
     q_keys = gl.allocate_shared_memory(TYPE, [ROWS, FORM.L], wide)
     q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, FORM.R], narrow)
-    shared_p = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [BLOCK_N, ROWS], p_layout)
+    shared_p = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [TILE, ROWS], p_layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     buffers = tile.Buffers(keys, ropes, arrived)
     if BULK:
@@ -207,7 +204,7 @@ def mla_decode_hopper(
 
     # More warps than a tile has 16 tokens for share them by rows.
     WARPS: gl.constexpr = gl.num_warps()
-    SPLIT: gl.constexpr = WARPS * 16 // BLOCK_N
+    SPLIT: gl.constexpr = WARPS * 16 // TILE
     score: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
     )
@@ -273,7 +270,7 @@ def launch_of(given: Inputs) -> Launch:
     arguments = {
         **launches.common(given), **launches.caches(given),
         "latents": latents, "rotated": rotated, "block_rows": block_rows,
-        "ROWS": rows, "BLOCK_N": TILE.value, "BULK": block_rows > 0,
+        "ROWS": rows, "BULK": block_rows > 0,
     }  # fmt: skip
     options = {"num_warps": 4 if rows == 16 else 8, "launch_pdl": True}
     return Launch(mla_decode_hopper, launches.grid(given, rows), arguments, options)

@@ -1,18 +1,12 @@
-"""The decode of up to 32 query rows in fp8 for Hopper (sm_90), whose warps have different work: one
-CTA an SM.
+"""The decode of up to 32 query rows in fp8 for Hopper (sm_90), warp-specialized: one CTA an SM.
 
 One warpgroup computes scores and softmax of a tile, two widen values and multiply, and a single
-warp reads plan and block table and asks the tensor copy engine for the tiles. So a tile is scored
-while the one before is multiplied and others arrive, and an item while the one before is stored.
-What `decode.py` does in a chain took longer than a tile's bytes. Barriers, all completed by one
-arrival:
+warp asks the tensor copy engine (TMA) for the tiles. So a tile is scored while the one before is
+multiplied and others arrive, and an item while the one before is stored. The chain of `decode.py`
+takes longer than a tile's bytes.
 
-| barrier | completed by | waited for by |
-|---|---|---|
-| tiles.full: a tile has arrived | TMA | who reads |
-| tiles.free: it was multiplied | the values | the copying warp |
-| shared.full: P of a tile, or the last factors, are there | the scores | the values |
-| shared.free: they were used | the values | the scores |
+TMA completes `tiles.full`, and the multiplying warps `tiles.free`. The scores complete
+`shared.full`, with P of a tile or the last factors, and the multiplying warps `shared.free`.
 """
 
 import math
@@ -26,15 +20,7 @@ from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common, tile
 from mla_fusion.attention.hopper import warp_specialized_common as ws
-from mla_fusion.attention.hopper.common import (
-    TILE,
-    Work,
-    barrier,
-    items_of,
-    read_item,
-    tiles_of,
-    tma_load,
-)
+from mla_fusion.attention.hopper.common import TILE, barrier, items_of, read_item, tiles_of
 from mla_fusion.attention.hopper.decode import load_query, read_scales, store_rows
 from mla_fusion.attention.hopper.warp_specialized_common import new_barriers
 from mla_fusion.attention.hopper.warp_specialized_fp8 import send, send_last, slot_of
@@ -72,8 +58,9 @@ def copy(work, tiles, latents, rotated, block_rows, form: gl.constexpr):
                 if i == 0:
                     mbarrier.wait(tiles.free.index(at), (done // BUFFERS & 1) ^ 1)
                     mbarrier.expect(full, TILE * (form.L + form.R))
-                tma_load(latents, [row, 0], full, tiles.keys.index(at).slice(i, BOX))
-                tma_load(rotated, [row, form.L], full, tiles.ropes.index(at).slice(i, BOX))
+                keys, ropes = tiles.keys.index(at), tiles.ropes.index(at)
+                common.tma_load(latents, [row, 0], full, keys.slice(i, BOX))
+                common.tma_load(rotated, [row, form.L], full, ropes.slice(i, BOX))
             done += 1
 
 
@@ -86,7 +73,7 @@ def score(
     ROWS: gl.constexpr = q_keys.shape[0]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(0, scores))
-    done, sent = 0, 0
+    done = 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
@@ -114,15 +101,13 @@ def score(
             token = t * TILE + gl.arange(0, TILE, gl.SliceLayout(1, scores))
             seen = (token >= item.begin)[:, None] & (token[:, None] < limit[None, :])
             p, decay, m, l = softmax_step(s, seen, factor, m, l)
-            send(shared, p, decay, sent)
-            sent += 1
+            send(shared, p, decay, done + number - begin)
             done += 1
         total = gl.sum(l, 0)
         lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * LN2)
         # `tile.widen` leaves 256 out.
         inverse = gl.where(lse > float("-inf"), 256.0 * value_scale / total, 0.0)
-        send_last(shared, inverse, sent)
-        sent += 1
+        send_last(shared, inverse, done + number - begin)
         ws.store_lse(lse, work, item, target, form)
 
 
@@ -134,7 +119,7 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
     RUNNING: gl.constexpr = 2 if ROWS == 16 else 0
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, output)
-    done, received = 0, 0
+    done = 0
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
@@ -142,28 +127,24 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
         acc = gl.zeros([form.L // 2, ROWS], gl.float32, output)
         odd = acc
         for _ in range(count):
-            slot, phase = slot_of(shared, received)
+            slot, phase = slot_of(shared, done + number - begin)
             mbarrier.wait(slot.full, phase)
-            decay = slot.factors.load(row_layout)[None, :]
+            decay = slot.factors.load(row_layout)
             at = done % BUFFERS
             # Complete already: the scores have waited. This makes the copies visible here.
             mbarrier.wait(tiles.full.index(at), done // BUFFERS & 1)
-            acc, odd = acc * decay, odd * decay
             # P is zero behind the end, and a value there may be any byte: widened fp8 has no NaN.
-            values = common.pairs_of(tiles.keys.index(at))
-            acc, odd = tile.add_box(acc, odd, values, slot.p, 0, RUNNING)
+            acc, odd = tile.add_values(acc, odd, decay, tiles.keys.index(at), slot.p, RUNNING, True)
             fence_async_shared()
             barrier()
             mbarrier.arrive(tiles.free.index(at), count=1)
             mbarrier.arrive(slot.free, count=1)
-            received += 1
             done += 1
-        slot, phase = slot_of(shared, received)
+        slot, phase = slot_of(shared, done + number - begin)
         mbarrier.wait(slot.full, phase)
         factors = slot.factors.load(row_layout)
         barrier()
         mbarrier.arrive(slot.free, count=1)
-        received += 1
         # The kernel in front may still read what is written here.
         gdc.gdc_wait()
         # The reduction may be launched, and waits.
@@ -205,15 +186,10 @@ def mla_decode_fp8(
     target = Target(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
-    work = Work(
-        work_indptr_ptr,
-        work_info_ptr,
-        table_ptr,
-        table_stride,
-        table_ptr,
-        table_stride,
+    work = common.Work(
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride, table_ptr, table_stride,
         gl.program_id(1) * ROWS,
-    )
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (multiply, (work, tiles, shared, target, FORM)),
@@ -233,12 +209,9 @@ def mla_decode_fp8(
 
 def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
-    rows = 16 if given.rows <= 16 else 32
-    box = math.gcd(TILE.value, given.kv_cache.shape[1])
-    latents, rotated, block_rows = common.cache_boxes(given.kv_cache, given.widths, box)
-    arguments = {
-        **launches.common(given), "latents": latents, "rotated": rotated, "block_rows": block_rows,
-        "ROWS": rows,
-    }  # fmt: skip
+    rows, box = 16 if given.rows <= 16 else 32, math.gcd(TILE.value, given.kv_cache.shape[1])
+    boxes = common.cache_boxes(given.kv_cache, given.widths, box)
+    cache = dict(zip(("latents", "rotated", "block_rows"), boxes, strict=True))
+    arguments = {**launches.common(given), **cache, "ROWS": rows}
     options = {"num_warps": WARPS.value, "launch_pdl": True}
     return Launch(mla_decode_fp8, launches.grid(given, rows), arguments, options)

@@ -144,9 +144,9 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
 )
 def mla_sparse_hopper_ws(
     table_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, kv_ptr, extra_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
-    scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, block_units,
-    extra_block_units, q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
+    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, scale, heads, out_stride_t,
+    out_stride_h, table_stride, extra_table_stride, block_units, extra_block_units, q_halves,
+    q_quarters, q_rotated, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters, `Scopes` the caches; the others are `Boxes` of the query.
     It is launched as early as `hopper.decode`, which has `fresh` too.
