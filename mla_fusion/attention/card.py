@@ -87,6 +87,7 @@ class Card:
     plans: whether a decode is planned for this kernel, unless an earlier card plans it.
     settings: the arguments of `PersistentDecodePlan.allocate` for such a decode.
     shapes, thorough: the cases of `mla-fusion selftest`, and those of `--thorough` beside them.
+    kinds: types of query and cache of its cases.
     widens: it also takes a bf16 query over a cache in fp8, a case of selftest more.
     page: the kernel needs pages of a multiple of this number of tokens; 0: it takes any page.
     newest_triton: under a newer Triton `attention=auto` leaves decodes of this kernel to vLLM,
@@ -102,6 +103,7 @@ class Card:
     settings: Callable[[Gpu, Decodes], dict[str, int]] = lambda here, of: {}
     shapes: tuple[Shape, ...] = ()
     thorough: tuple[Shape, ...] = ()
+    kinds: tuple[str, ...] = ("bf16", "fp8")
     widens: bool = False
     page: int = 0
     newest_triton: tuple[int, int] | None = None

@@ -43,8 +43,8 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
             first_row = int(query[sequence]) * fold + block * rows
             seen = np.zeros((rows, length), int)
             for item in mine:
-                _, partial, qo_start, qo_end, kv_start, kv_end, kv_offset, padding = item
-                assert padding == 0
+                _, partial, qo_start, qo_end, kv_start, kv_end, kv_offset, kv_first = item
+                assert kv_first == tokens[sequence]
                 assert (qo_start, qo_end) == (first_row, first_row + rows)
                 assert tokens[sequence] <= kv_start <= kv_end <= tokens[sequence + 1]
                 assert rows == 0 or kv_offset == tokens[sequence + 1] - kv_end

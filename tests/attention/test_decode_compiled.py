@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention.hopper import (
     cards,
     decode,
+    decode_fp8,
     sparse_fp8,
     sparse_specialized,
     warp_specialized,
@@ -99,9 +100,7 @@ def test_decode(case, dtype):
 
 @pytest.mark.parametrize("heads", [16, 20])
 def test_tiles_of_two_boxes(heads):
-    given = inputs(heads, FN, half_below=9)
-    given.plan.step = Step(8, 8, 1)
-    launch = decode.launch_of(given)
+    launch = decode_fp8.launch_of(inputs(heads, FN))
     result = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
     assert launch.options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result
@@ -121,10 +120,10 @@ def test_only_the_plan_is_read_before_the_kernel_in_front_has_ended(case):
     options = BYTES if module is sparse_fp8 else {"sparse": True} if sparse else {}
     order = report("sm_90", module, heads, dtype, **options).order
     # At once if the plan is fresh; then, for each work item, after the reads of the plan: two
-    # numbers of work_indptr, seven (or six) of work_info_set, qo_indptr and kv_indptr.
+    # numbers of work_indptr, and eight (or seven) of work_info_set.
     first = order.index("ACQBULK")
     second = order.index("ACQBULK", first + 1)
-    reads = 10 if module is sparse_fp8 else 11
+    reads = 9 if module is sparse_fp8 else 10
     assert sorted(order[:second]) == ["ACQBULK", *["LDG"] * reads]
     # No successor is let in before, and programs without work wait too.
     assert "PREEXIT" not in order[:second]

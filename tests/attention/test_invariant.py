@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna import decode as cdna
-from mla_fusion.attention.hopper import cards, decode, product, warp_specialized
+from mla_fusion.attention.hopper import cards, decode, decode_fp8, product, warp_specialized
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
@@ -18,23 +18,23 @@ from mla_fusion.attention.triton import decode_kernel, reduce_kernel
 from tests.attention.decodes import BF16, FN
 from tests.attention.gluon_warps import Machine
 from tests.attention.sequences import Sequence, bits_of, step_of
-from tests.attention.test_specialized_run import InStep
+from tests.attention.test_specialized_run import Copied, InStep
 from tests.attention.without_memory import inputs, meta
 from tests.gpus import imitated
 
 KERNELS = [
-    ("sm_90", decode, 16, BF16), ("sm_90", decode, 16, FN), ("sm_90", decode, 20, FN),
+    ("sm_90", decode, 16, BF16), ("sm_90", decode_fp8, 16, FN), ("sm_90", decode_fp8, 20, FN),
     ("sm_90", warp_specialized, 64, BF16), ("sm_90", warp_specialized, 128, FN),
     ("gfx942", cdna, 16, BF16), ("sm_80", decode_kernel, 64, BF16),
     ("sm_90", product, 16, BF16), ("sm_90", reduce_kernel, 16, BF16),
     ("gfx942", reduce_kernel, 128, BF16),
 ]  # fmt: skip
-CHOSEN_BY_BATCH = KERNELS[1:2] + KERNELS[-3:]  # without the mode
+CHOSEN_BY_BATCH = KERNELS[-3:]  # without the mode
 
 
 def constants(target, module, heads, dtype, sequences, **options):
     """Compile-time constants and options of the launch for a step of so many sequences."""
-    sizes = {"max_batch": 256, "max_kv_len": 9, "half_below": 5}
+    sizes = {"max_batch": 256, "max_kv_len": 9}
     given = inputs(heads, dtype, tokens=sequences, **sizes | options)
     given.plan.step = Step(sequences, sequences, 1)
     epilogue = Epilogue(meta(heads, 512, 128), meta(sequences, heads * 128))
@@ -74,12 +74,15 @@ def executed(sequences, module, heads, dtype, machine, **options):
     return bits_of(sequences, out, lse)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FN])
 @pytest.mark.parametrize(
-    ("module", "heads", "machine"),
-    [(warp_specialized, 40, Machine), (decode, 8, InStep), (decode, 20, InStep)],
-)
-def test_kernels_for_hopper_give_a_row_the_same_bits(module, heads, machine, dtype):
+    ("module", "heads", "machine", "dtypes"),
+    [
+        (warp_specialized, 40, Machine, (BF16, FN)), (decode_fp8, 8, Copied, (FN,)),
+        (decode_fp8, 20, Copied, (FN,)), (decode, 8, InStep, (BF16, FN)),
+        (decode, 20, InStep, (BF16,)),
+    ],
+)  # fmt: skip
+def test_kernels_for_hopper_give_a_row_the_same_bits(module, heads, machine, dtypes):
     """Alone, and without its last draft, which is a chunk of its own, among others."""
     own, other = Sequence(1, 2, 129), Sequence(2, 1, 180)
 
@@ -87,7 +90,8 @@ def test_kernels_for_hopper_give_a_row_the_same_bits(module, heads, machine, dty
         step = executed(sequences, module, heads, dtype, machine(seed=ctas), ctas=ctas, **options)
         return step[sequences.index(next(x for x in sequences if x.seed == 1))]
 
-    alone = bits([own], 8)
-    assert torch.equal(bits([other, own], 3), alone)
-    assert torch.equal(bits([own.fewer(1), other], 2), alone[:1])
-    assert not torch.equal(bits([other, own], 3, batch_invariant=False), alone)
+    for dtype in dtypes:
+        alone = bits([own], 8)
+        assert torch.equal(bits([other, own], 3), alone)
+        assert torch.equal(bits([own.fewer(1), other], 2), alone[:1])
+        assert not torch.equal(bits([other, own], 3, batch_invariant=False), alone)

@@ -14,7 +14,7 @@ from mla_fusion.attention.plan import planner
 from mla_fusion.attention.plan.buffers import Rules, Settings
 
 from .decodes import addresses, plan_for, refresh
-from .plan_checks import GARBAGE, buffers, check_plan, worker_load
+from .plan_checks import GARBAGE, buffers, check_plan
 
 EXAMPLES = 600  # each is two batches
 seen: collections.Counter[str] = collections.Counter()
@@ -26,16 +26,14 @@ def batches(draw):
     # CTAs, fold, granularity, overhead, cap.
     choices = (1, 1, 2, 8), (1, 16, 64, 2**16), (1, 2, 16, 1024), (-1, -1, 1, 4, 16)
     rules = [draw(st.integers(1, 40)), *(draw(st.sampled_from(each)) for each in choices)]
-    if draw(st.integers(0, 2)):
-        rules = Rules(*rules, half_below=draw(st.sampled_from((0, 0, 3, 9))))
-    else:
+    if not draw(st.integers(0, 2)):
         chunk = rules[2] * draw(st.sampled_from((1, 4, 16)))
-        rules = Rules(*rules, 0, chunk, chunk * draw(st.sampled_from((1, 4))), 7 * chunk, 2000)
+        rules += chunk, chunk * draw(st.sampled_from((1, 4))), 7 * chunk, 2000
     longest = draw(st.sampled_from((1, 1, 2, 4, 8)))
     rows = st.sampled_from((longest, longest, 1, 0)) | st.integers(0, longest)
     tokens = st.integers(0, 70) | st.integers(0, 2000) | st.sampled_from((0, 1, 15, 16, 17, 512))
     batch = st.lists(st.tuples(rows, tokens), min_size=1, max_size=9)
-    return rules, longest, [draw(batch), draw(batch)]
+    return Rules(*rules), longest, [draw(batch), draw(batch)]
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -137,13 +135,6 @@ def test_a_worker_takes_two_blocks_where_one_is_not_worth_merging(tokens, splits
     assert plan.reduce_indptr[-1] == splits
 
 
-@pytest.mark.parametrize("batch, busy", [(3, 128), (4, 256)])
-def test_few_sequences_leave_half_of_the_ctas_idle(batch, busy):
-    rules = Rules(256, 1, 16, 16, -1, half_below=4)
-    load = np.array(worker_load(plan_of(rules, [100_000] * batch)[0], rules))
-    assert np.count_nonzero(load) == busy and not load[busy:].any()
-
-
 make = functools.partial(plan_for, max_query_len=2, v_head_dim=32)
 
 
@@ -213,7 +204,6 @@ class TestPlan:
             ({"device": None}, "device must be one such as 'cuda' or 'cpu', got None"),
             ({"device": "gpu"}, "device must be one such as 'cuda' or 'cpu', got 'gpu'"),
             ({"cta": 8}, "allocate has no cta: it takes max_batch, "),
-            ({"half_below": -1}, "half_below must be 0"),
             ({"overhead": 1025}, "overhead must be at most 1024 for 8 tiles"),
             ({"max_batch": 2**24}, "overhead must be at most 8 for 33554432 tiles"),
             ({"kv_granularity": 2**16 + 1}, "kv_granularity must be at most 65536"),

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.hopper import common, decode, tile, warp_specialized
+from mla_fusion.attention.hopper import common, decode, decode_fp8, tile, warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.measure.distances import distance
 from tests.attention import gluon_double
@@ -117,15 +117,30 @@ class InStep(Machine, gluon_double.Machine):
         self.barrier()
 
 
+class Copied(Machine, gluon_double.Machine):
+    """Warps that compute and a warp that copies, each at its own pace."""
+
+    own = InStep.own
+    warpgroup_mma = gluon_double.Machine.warpgroup_mma
+    warpgroup_mma_wait = gluon_double.Machine.warpgroup_mma_wait
+
+
+FEW_ROWS = [
+    (20, [1, 1, 1], [130, 64, 1], {}, 64), (32, [1], [1300], {"ctas": 3}, 64),
+    (16, [2, 1], [200, 70], {}, 64), (16, [1, 1], [70, 129], {}, 16),
+    (16, [1, 1], [500, 129], {"ctas": 2}, 96), (8, [4, 2, 0], [0, 129, 65], {}, 64),
+    (16, [1, 1], [333, 90], {"kv_granularity": 16}, 64),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [BF16, FN])
-@pytest.mark.parametrize(
-    ("heads", "rows", "lens", "options", "page"),
-    [(20, [1, 1, 1], [130, 64, 1], {}, 64), (32, [1], [1300], {"ctas": 3}, 64),
-     (16, [2, 1], [200, 70], {}, 64), (16, [1, 1], [200, 129], {}, 16),
-     (16, [1, 1], [500, 129], {"ctas": 4, "half_below": 3}, 64)],
-)  # fmt: skip
-def test_tiles_of_one_box_of_two_and_of_several_pages(dtype, heads, rows, lens, options, page):
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_few_rows(dtype, case):
+    heads, rows, lens, options, page = case
     check(dtype, heads, rows, lens, options, module=decode, machine=InStep(seed=0), page=page)
+    if dtype == FN:
+        machine = Copied(seed=heads)
+        check(dtype, heads, rows, lens, options, module=decode_fp8, machine=machine, page=page)
 
 
 CODES = torch.arange(256, dtype=torch.uint8)

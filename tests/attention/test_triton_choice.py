@@ -13,7 +13,6 @@ from mla_fusion.attention import triton as choice
 from mla_fusion.attention.card import Decodes
 from mla_fusion.attention.cdna import cards as cdna_cards
 from mla_fusion.attention.hopper import cards as hopper_cards
-from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.inputs import Scope, Sparse
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA, FP8_DS_MLA_V4
 from tests.attention import without_memory
@@ -63,7 +62,10 @@ def sparse(given):
         ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
         ((8, 64, 576), {"dtype": FN}, SPECIALIZED),
         ((8, 16, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
-        ((8, 32, 576), {"dtype": FN}, ("hopper.decode", 32, 8)),
+        ((8, 32, 576), {"dtype": FN}, ("hopper.decode_fp8", 32, 8)),
+        ((8, 16, 576), {"dtype": FN}, ("hopper.decode_fp8", 16, 8)),
+        ((8, 16, 576), {"dtype": FN, "page": 16}, ("hopper.decode_fp8", 16, 8)),
+        ((8, 16, 576), {"dtype": FN, "page": 8}, ("hopper.decode", 16, 4)),
         ((8, 64, 576), {"dtype": FN, "page": 96}, STEP),
         # Fewer than 33 query rows.
         ((8, 16, 576), {}, ("hopper.decode", 16, 4)), ((8, 32, 576), {}, ("hopper.decode", 32, 8)),
@@ -120,19 +122,6 @@ def test_other_scales_types_and_strides():
 
 
 @pytest.mark.parametrize(
-    ("batch", "ctas", "warps"),
-    [(hopper_cards.SHARED_FROM - 1, 10, 8), (hopper_cards.SHARED_FROM, 20, 4)],
-)
-def test_ctas_of_16_rows_share_sms_with_many_sequences(batch, ctas, warps):
-    settings = choice.plan_settings(16, 1, FN, 576, "cuda")
-    given = inputs((batch, 16, 576), dtype=FN, **settings)
-    given.plan.step = Step(batch, batch, 1)
-    _, (grid, _), _, options = cards.chosen(gpu.of("cuda"), given).module.launch_of(given)
-    assert (grid, options["num_warps"]) == (ctas, warps)
-    assert grid == given.plan.rules.busy_ctas(batch)
-
-
-@pytest.mark.parametrize(
     ("heads", "layout", "first", "name"),
     # A second scope, and scales behind the page.
     [(16, FP8_DS_MLA, 0, FEW), (40, FP8_DS_MLA, 0, MANY), (16, FP8_DS_MLA, 64, MANY),
@@ -182,7 +171,7 @@ def test_the_kernel_for_cdna_is_not_for_lists_of_slots_and_odd_strides(monkeypat
         (32, 1, FN, 576, 10), (16, 2, FN, 576, 10), (20, 1, FN, 576, 10),
         # Two programs where shared memory holds the tiles of both, but 32 rows of bf16 take all
         # registers.
-        (16, 1, BF16, 576, 10), (16, 1, FN, 576, 20), (8, 1, FN, 576, 20), (8, 2, FN, 576, 20),
+        (16, 1, BF16, 576, 10), (16, 1, FN, 576, 10), (8, 1, FN, 576, 10), (8, 2, FN, 576, 10),
         (16, 1, BF16, 320, 20), (16, 2, BF16, 320, 10), (16, 2, FN, 1088, 10),
         (16, 1, BF16, 448, 10), (16, 1, FN, 1152, 10),
     ],

@@ -9,7 +9,8 @@ from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.report.reasons import Decline
 
-TILE = 64  # tokens that are copied and multiplied at once
+TILE = 64  # tokens that are multiplied at once
+SMALLEST_BOX = 16  # tokens of a copy for `decode_fp8.py`
 # Latent and rotated part. Tiles in shared memory are powers of two wide, two of them have to fit
 # beside 64 query rows, and each pair was compiled and checked.
 WIDTHS = ((512, 64), (256, 64), (256, 32))
@@ -19,13 +20,9 @@ WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
 SPARSE_FP8_ROWS = 16  # of a CTA, two of which share an SM
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
-# Sequences from which two CTAs of up to 16 query rows in fp8 share an SM. On an H200 one CTA took
-# 0.80 to 1.02 of the time with 1 and 4, and 1.10 at 64 x 8192.
-SHARED_FROM = 5
-# Less than in `BLOCKS` for tiles of 128 tokens, which splits of 3 blocks would fill badly, and for
-# fp8_ds_mla, whose blocks take longer.
+# Less than in `BLOCKS` for 17 to 32 rows in fp8, and for fp8_ds_mla, whose blocks take longer.
 WIDE_OVERHEAD, DS_MLA_OVERHEAD = 3, 2
-PRODUCT_COLUMNS, PRODUCT_ROWS = 128, 64  # of a CTA of `product.py`
+PRODUCT_COLUMNS, PRODUCT_ROWS, PRODUCT_CTAS = 128, 64, 132  # of a CTA of `product.py`; at once
 # Tokens times blocks of columns, rows and heads. On an H200 a decode and `torch.bmm` took 1.00 to
 # 1.20 of the time of a decode and this product up to here, 0.95 to 1.02 at twice as much, where a
 # quantization would be one more launch.
@@ -45,6 +42,16 @@ def decode(given: Inputs) -> Decline | None:
     if any(n % 16 for n in strides) or any(tensor.data_ptr() % 16 for tensor in (q, *caches)):
         return refused(f"it copies 16 aligned bytes at once, got rows {strides} bytes apart")
     return None
+
+
+def decode_fp8(given: Inputs) -> Decline | None:
+    """Why `decode_fp8.py` does not: the tensor copy engine copies boxes of one page."""
+    if given.sparse is not None or given.rows > FEW_ROWS or given.kv_cache.dtype.itemsize != 1:
+        return refused(f"it takes fp8 and blocks of up to {FEW_ROWS} query rows, no lists of slots")
+    page_size, (block_stride, entry, _) = given.kv_cache.shape[1], given.kv_cache.stride()
+    if page_size % SMALLEST_BOX or block_stride % entry:
+        return refused(f"it copies {SMALLEST_BOX} tokens of a page or more, got {page_size}")
+    return decode(given)
 
 
 def warp_specialized(given: Inputs) -> Decline | None:
@@ -110,9 +117,14 @@ def _of_scale(given: Inputs) -> Decline | None:
     return None if scale > 0 else refused(why)
 
 
-def product_rows(tokens: int, batch_invariant: bool = False) -> int:
-    """Tokens of a CTA of `product.py`: the same for every step of a batch-invariant plan."""
-    return PRODUCT_ROWS if batch_invariant else min(PRODUCT_ROWS, max(8, next_power_of_two(tokens)))
+def product_rows(tokens: int, heads: int, values: int, batch_invariant: bool = False) -> int:
+    """Tokens of a CTA of `product.py`: up to 32, if so all CTAs run at once; the same for every
+    step of a batch-invariant plan."""
+    if batch_invariant:
+        return PRODUCT_ROWS
+    ctas = heads * (values // PRODUCT_COLUMNS) * -(-tokens // 32)
+    most = 32 if ctas <= PRODUCT_CTAS else PRODUCT_ROWS
+    return min(most, max(8, next_power_of_two(tokens)))
 
 
 def product_size(tokens: int, heads: int, values: int) -> int:
@@ -122,7 +134,7 @@ def product_size(tokens: int, heads: int, values: int) -> int:
 
 def _variant(tokens: int, heads: int, values: int) -> tuple[int, bool, bool]:
     size = product_size(tokens, heads, values)
-    return product_rows(tokens), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
+    return product_rows(tokens, heads, values), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
 
 
 def product(given: Inputs) -> Decline | None:
@@ -157,18 +169,13 @@ def _blocks_at_once(here: gpu.Gpu, of: Decodes, rows: int, pairs: bool) -> dict[
 
 
 def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
-    """Two CTAs an SM for up to 16 query rows, if its shared memory holds the tiles of both. They
-    hide each other's latency: 97 us instead of 136 with fp8 and 512 + 64, at 64 x 8192 tokens."""
-    plan = {**BLOCKS}
-    # Two tiles of keys, and one of queries.
-    tiles = (2 * TILE + 16) * of.width * of.kv_dtype.itemsize
-    shared = of.rows <= 16 and 2 * tiles <= here.shared_memory
-    if of.width == WIDE:
-        if shared:
-            plan["half_below"] = SHARED_FROM
-        if 16 < of.rows <= 32 and of.kv_dtype.itemsize == 1:
-            plan["overhead"] = WIDE_OVERHEAD
-    return {"ctas": here.sms * (2 if shared else 1), **plan}
+    """One CTA an SM; two for up to 16 rows of 16 bits, if its shared memory holds tiles of both."""
+    ctas, overhead = here.sms, BLOCKS["overhead"]
+    if of.kv_dtype.itemsize == 1:
+        overhead = WIDE_OVERHEAD if of.width == WIDE and 16 < of.rows <= FEW_ROWS else overhead
+    elif of.rows <= 16 and 4 * (2 * TILE + 16) * of.width <= here.shared_memory:
+        ctas *= 2
+    return {**BLOCKS, "ctas": ctas, "overhead": overhead}
 
 
 def _of_sparse_fp8(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
@@ -199,7 +206,14 @@ CARDS = (
         (Shape(8, 8, 64), Shape(32, 8, 64), Shape(128, 2, 64)),
         page=TILE, newest_triton=NEWEST_TRITON,
     ),
-    # In fp8 CTAs share SMs from 32 sequences on.
+    Card(
+        "hopper.decode_fp8", gpu.HOPPER, decode_fp8,
+        lambda of: not of.scopes and of.rows <= FEW_ROWS and of.kv_dtype.itemsize == 1, _of_decode,
+        (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(20, 1, 64, batch=40),
+         Shape(16, 2, 128, gap=64)),
+        (Shape(32, 1, 64, 256, 64), Shape(8, 3, 96), Shape(16, 1, 32, 256, 32)),
+        ("fp8",), page=SMALLEST_BOX, newest_triton=NEWEST_TRITON,
+    ),
     Card(
         "hopper.decode", gpu.HOPPER, decode, lambda of: not of.scopes, _of_decode,
         (*FEW, Shape(32, 1, 64, 256, 64), Shape(20, 1, 64, batch=40)),

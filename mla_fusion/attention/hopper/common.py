@@ -36,7 +36,7 @@ BOTH = gl.constexpr("""{
 # What all warps read: the plan, the table of each scope, and the query rows of this CTA.
 Work = namedtuple(
     "Work",
-    "indptr info qo_indptr kv_indptr table table_stride extra_table extra_table_stride first_row",
+    "indptr info table table_stride extra_table extra_table_stride first_row",
 )
 
 # A work item: KV tokens `begin` to `end` of a sequence, `after` more follow; `partial` row. Its
@@ -60,14 +60,15 @@ def read_item(work, number, form: gl.constexpr):
     info = work.info + 8 * number
     tile_index = gl.load(info)
     partial = gl.load(info + 1)
-    count = gl.load(info + 3) - gl.load(info + 2)
+    query = gl.load(info + 2)
+    count = gl.load(info + 3) - query
     kv_start = gl.load(info + 4)
     kv_end = gl.load(info + 5)
     after = gl.load(info + 6)
-    sequence = tile_index // form.FOLD
-    first_head = tile_index % form.FOLD * form.HEADS
-    token = gl.load(work.qo_indptr + sequence).to(gl.int64)
-    kv_base = gl.load(work.kv_indptr + sequence)
+    kv_base = gl.load(info + 7)
+    sequence, block = tile_index // form.FOLD, tile_index % form.FOLD
+    first_head = block * form.HEADS
+    token = ((query - block * count) // form.FOLD).to(gl.int64)
     table = work.table + sequence.to(gl.int64) * work.table_stride
     extra_table = work.extra_table + sequence.to(gl.int64) * work.extra_table_stride
     begin, end = kv_start - kv_base, kv_end - kv_base
@@ -101,19 +102,21 @@ def tiles_of(work, item, form: gl.constexpr):
     return first, gl.where(work.first_row < form.HEADS * item.count, count, 0)
 
 
-def cache_boxes(kv_cache: torch.Tensor, columns: tuple[int, ...]) -> tuple[Any, ...]:
+def cache_boxes(
+    kv_cache: torch.Tensor, columns: tuple[int, ...], tokens: int = cards.TILE
+) -> tuple[Any, ...]:
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it, one list of rows:
-    descriptors of tiles of `TILE` tokens, one for each of `columns`, and the rows from one block
-    to the next. 0 if the engine cannot copy such tiles: they span pages, or blocks are not a whole
-    number of rows apart. The descriptors are then the cache, and unused.
+    descriptors of boxes of `tokens`, one for each of `columns`, and the rows from one block to the
+    next. 0 if the engine cannot copy such boxes: they span pages, or blocks are not a whole number
+    of rows apart. The descriptors are then the cache, and unused.
     """
     blocks, page_size, _ = kv_cache.shape
     block_stride, entry, _ = kv_cache.stride()
-    if page_size % cards.TILE or block_stride % entry:
+    if page_size % tokens or block_stride % entry:
         return *[kv_cache] * len(columns), 0
     step = block_stride // entry
     rows = (blocks - 1) * step + page_size
-    return *boxes(kv_cache, [rows], [entry], [cards.TILE], *columns), step
+    return *boxes(kv_cache, [rows], [entry], [tokens], *columns), step
 
 
 def boxes(

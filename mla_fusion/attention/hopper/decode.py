@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common, tile
+from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
@@ -76,8 +77,6 @@ def attend(
     row: query rows of the CTA, in the layout of columns of the scores. copied: the end of the
     tokens whose tiles are copied; with those of the next item the copy of its first tile has begun.
     """
-    BLOCK_N: gl.constexpr = shared_p.shape[0]
-    TILES: gl.constexpr = BLOCK_N // TILE
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
@@ -85,40 +84,37 @@ def attend(
     # Row i of n sees tokens up to n - 1 - i before the end of the sequence.
     limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // form.HEADS))
     m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
-    l = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+    l = gl.zeros([TILE, ROWS], gl.float32, score)
     acc = gl.zeros([L // 2 if PAIRS else L, ROWS], gl.float32, output)
     odd = acc
-    for t in range(item.begin // TILE, stop, TILES):
+    for t in range(item.begin // TILE, stop):
         if BULK:
             # No warp reads the other buffer any more.
             barrier()
         else:
             async_copy.wait_group(0)
         # After the last tile this copies nothing, or the next item's first.
-        after = t + TILES
-        if form.CHUNKS:
-            after = gl.minimum(after, stop)
-        tile.start_copy(buffers, 1 - current, copies, after, copied, first_end, form, BULK)
+        tile.start_copy(buffers, 1 - current, copies, t + 1, copied, first_end, form, BULK)
         left = item.end - t * TILE
         if BULK:
             mbarrier.wait(buffers.arrived.index(current), phases >> current & 1)
             phases ^= 1 << current
             keys = buffers.keys.index(current)
             # P is zero there. Widened fp8 has no NaN.
-            if keys.dtype.primitive_bitwidth == 16 and left < BLOCK_N:
+            if keys.dtype.primitive_bitwidth == 16 and left < TILE:
                 common.clear_rows(keys, left)
         else:
             fence_async_shared()
         key = buffers.keys.index(current)
-        s = gl.zeros([BLOCK_N, ROWS], gl.float32, score)
+        s = gl.zeros([TILE, ROWS], gl.float32, score)
         s = hopper.warpgroup_mma(key, q_keys.permute((1, 0)), s, use_acc=False, is_async=True)
         rope = buffers.ropes.index(current)
         s = hopper.warpgroup_mma(rope, q_ropes.permute((1, 0)), s, is_async=True)
         s = hopper.warpgroup_mma_wait(0, [s])
-        at = t * TILE + gl.arange(0, BLOCK_N, gl.SliceLayout(1, score))
+        at = t * TILE + gl.arange(0, TILE, gl.SliceLayout(1, score))
         seen = (at >= item.begin)[:, None] & (at[:, None] < limit[None, :])
         if form.SPARSE:
-            if t * BLOCK_N < form.FIRST:
+            if t * TILE < form.FIRST:
                 slots = gl.load(copies.first.table + at, mask=at < first_end, other=-1)
             else:
                 slots = gl.load(copies.extra.table + at - form.FIRST, mask=at < item.end, other=-1)
@@ -127,9 +123,26 @@ def attend(
         shared_p.store(p.to(shared_p.dtype))
         fence_async_shared()
         decay = gl.convert_layout(decay, gl.SliceLayout(0, output))
-        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, left, PAIRS)
+        acc, odd = tile.add_values(acc, odd, decay, key, shared_p, 0, PAIRS)
         current = 1 - current
     return acc, odd, m, l, phases, current
+
+
+@gluon.jit
+def store_rows(sums, odds, inverse, work, item, target, form: gl.constexpr, PAIRS: gl.constexpr):
+    """Store sums times `inverse` [rows]: to the output, or to partial rows for a split. sums:
+    [latents, rows] of each part of the L latents; with PAIRS the even ones, and `odds` the others.
+    """
+    layout: gl.constexpr = inverse.type.layout
+    rows, head, real = ws.rows_of(work, item, target, inverse.shape[0], form.HEADS, layout)
+    inverse = inverse[None, :]
+    if item.partial < 0:
+        at_token = item.token + rows // form.HEADS
+        final = target.out + at_token * target.stride_t + head * target.stride_h
+        store_output(final, sums, odds, inverse, real, form.L, PAIRS)
+    else:
+        partial = target.partial + (item.partial.to(gl.int64) * form.HEADS + rows) * form.L
+        store_output(partial, sums, odds, inverse, real, form.L, PAIRS)
 
 
 @gluon.jit
@@ -137,41 +150,28 @@ def store_item(
     sums, odds, m, l, value_scale, work, item, target, sink_ptr, form: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Normalize the sums and write them: to the output, or to partial rows for a split. sums:
-    [latents, rows] of each part of the L latents; with PAIRS the even ones, and `odds` the others.
-    """
+    """Normalize the sums and store them and their LSE, as `store_rows` has them."""
     out_row: gl.constexpr = gl.SliceLayout(0, sums[0].type.layout)
     l = gl.sum(l, 0)
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * LN2)
-    rows = work.first_row + gl.arange(0, sums[0].shape[1], out_row)
-    head = item.first_head + rows % form.HEADS
-    real = (rows // form.HEADS < item.count) & (head < target.heads)
     lse, divisor = gl.convert_layout(lse, out_row), gl.convert_layout(l, out_row)
     if form.SINK and item.partial < 0:
+        _, head, real = ws.rows_of(work, item, target, lse.shape[0], form.HEADS, out_row)
         sink = gl.load(sink_ptr + head, mask=real, other=0.0) * LOG2E
         divisor += gl.exp2(sink - gl.convert_layout(m, out_row))
-    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)[None, :]
-    if item.partial < 0:
-        at_token = item.token + rows // form.HEADS
-        final = target.out + at_token * target.stride_t + head * target.stride_h
-        store_output(final, sums, odds, inverse, real, form.L, PAIRS)
-        if form.LSE:
-            gl.store(target.lse + at_token * target.heads + head, lse, mask=real)
-    else:
-        at_partial = item.partial.to(gl.int64) * form.HEADS + rows
-        store_output(target.partial + at_partial * form.L, sums, odds, inverse, real, form.L, PAIRS)
-        gl.store(target.partial_lse + at_partial, lse, mask=real)
+    inverse = gl.where(lse > float("-inf"), value_scale / divisor, 0.0)
+    store_rows(sums, odds, inverse, work, item, target, form, PAIRS)
+    ws.store_lse(lse, work, item, target, form)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
 def mla_decode_hopper(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
-    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr,
-    kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
-    out_stride_h, table_stride, block_stride, extra_table_stride, extra_block_stride, latents,
-    rotated, block_rows, fresh,
-    FORM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BULK: gl.constexpr,
+    lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, q_scale_ptr,
+    kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
+    block_stride, extra_table_stride, extra_block_stride, latents, rotated, block_rows, fresh,
+    FORM: gl.constexpr, ROWS: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters, `common.cache_boxes` latents, rotated and block_rows.
 
@@ -189,11 +189,11 @@ def mla_decode_hopper(
     wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(FORM.R * BITS // 8, BITS, 2)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
-    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, FORM.L], wide)
-    ropes = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, FORM.R], narrow)
+    keys = gl.allocate_shared_memory(TYPE, [2, TILE, FORM.L], wide)
+    ropes = gl.allocate_shared_memory(TYPE, [2, TILE, FORM.R], narrow)
     q_keys = gl.allocate_shared_memory(TYPE, [ROWS, FORM.L], wide)
     q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, FORM.R], narrow)
-    shared_p = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [BLOCK_N, ROWS], p_layout)
+    shared_p = gl.allocate_shared_memory(gl.float16 if FP8 else TYPE, [TILE, ROWS], p_layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     buffers = tile.Buffers(keys, ropes, arrived)
     if BULK:
@@ -206,7 +206,7 @@ def mla_decode_hopper(
 
     # More warps than a tile has 16 tokens for share them by rows.
     WARPS: gl.constexpr = gl.num_warps()
-    SPLIT: gl.constexpr = WARPS * 16 // BLOCK_N
+    SPLIT: gl.constexpr = WARPS * 16 // TILE
     score: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS // SPLIT, SPLIT], [16, ROWS // SPLIT, 256 // BITS]
     )
@@ -214,7 +214,7 @@ def mla_decode_hopper(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(0, score))
@@ -272,21 +272,15 @@ def mla_decode_hopper(
 def launch_of(given: Inputs) -> Launch:
     """The launch of a decode."""
     rows = 16 if given.rows <= 16 else 32 if given.rows <= 32 else 64
-    cache, plan = given.kv_cache, given.plan
-    # CTAs that share SMs, or, in a step with work for half of them, have one each. A graph replays
-    # steps of fewer sequences at most, which give no other CTA work either.
-    few = plan.step is not None and plan.step.batch < plan.rules.half_below
+    cache = given.kv_cache
     # The slots of a sparse sequence are scattered rows.
     latents, rotated, block_rows = cache, cache, 0
     if not given.sparse:
         latents, rotated, block_rows = common.cache_boxes(cache, given.widths)
-    # A CTA that has an SM holds tiles of two boxes of fp8, one for the scores of each warpgroup.
-    boxes = 2 if block_rows and (rows == 32 or few) and cache.itemsize == 1 else 1
     arguments = {
         **launches.common(given), **launches.caches(given),
         "latents": latents, "rotated": rotated, "block_rows": block_rows,
-        "ROWS": rows, "BLOCK_N": boxes * TILE.value, "BULK": block_rows > 0,
+        "ROWS": rows, "BULK": block_rows > 0,
     }  # fmt: skip
-    options = {"num_warps": 4 if rows == 16 and boxes == 1 else 8, "launch_pdl": True}
-    ctas, blocks = launches.grid(given, rows)
-    return Launch(mla_decode_hopper, (ctas // 2 if few else ctas, blocks), arguments, options)
+    options = {"num_warps": 4 if rows == 16 else 8, "launch_pdl": True}
+    return Launch(mla_decode_hopper, launches.grid(given, rows), arguments, options)

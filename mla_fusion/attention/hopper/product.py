@@ -152,7 +152,7 @@ def launch_of(given: Inputs) -> Launch:
     out, tokens = epilogue.out, len(latents)
     heads, latent, values = epilogue.w_uv.shape
     w, step, dense = weights_of(epilogue.w_uv)
-    rows = product_rows(tokens, given.plan.settings.batch_invariant)
+    rows = product_rows(tokens, heads, values, given.plan.settings.batch_invariant)
     (stride_t, stride_h, _), (scale_t, scale_g) = latents.stride(), epilogue.scale_strides
     arguments = {
         "latent_ptr": latents, "w": w, "out_ptr": out,

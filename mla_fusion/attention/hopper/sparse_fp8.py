@@ -250,10 +250,10 @@ def attend(
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "block_units", "fresh"])
 def mla_sparse_hopper_fp8(
-    q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
-    scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride, block_units,
-    fresh, FORM: gl.constexpr, ROWS: gl.constexpr,
+    q_ptr, codes_ptr, ropes_ptr, scales_ptr, table_ptr, sink_ptr, out_ptr, lse_ptr, partial_ptr,
+    partial_lse_ptr, work_indptr_ptr, work_info_ptr, scale, heads, q_stride_t, q_stride_h,
+    out_stride_t, out_stride_h, table_stride, block_units, fresh, FORM: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and launch as `hopper.decode`, with the cache as `ListedCache` says and
     `table_ptr` of its slots. A work item is a token's query.
@@ -285,7 +285,7 @@ def mla_sparse_hopper_fp8(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_stride_t, out_stride_h, heads
     )
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         table_ptr, table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     begin, end = items_of(work)

@@ -94,7 +94,7 @@ def score(work, query, tiles, shared, target, sink_ptr, factor, form: gl.constex
         gdc.gdc_wait()
         sink = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         if form.SINK and item.partial < 0:
-            _, head, real = ws.rows_of(work, item, target, form.HEADS, row_layout)
+            _, head, real = ws.rows_of(work, item, target, ROWS, form.HEADS, row_layout)
             sink = gl.load(sink_ptr + head, mask=real, other=float("-inf")) * LOG2E
         lse, inverse = bf16.give_last(m, l, sink, shared, sent)
         sent += 1
@@ -144,9 +144,9 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
 )
 def mla_sparse_hopper_ws(
     table_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, kv_ptr, extra_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr,
-    scale, heads, out_stride_t, out_stride_h, table_stride, extra_table_stride, block_units,
-    extra_block_units, q_halves, q_quarters, q_rotated, fresh, FORM: gl.constexpr,
+    partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, scale, heads, out_stride_t,
+    out_stride_h, table_stride, extra_table_stride, block_units, extra_block_units, q_halves,
+    q_quarters, q_rotated, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters, `Scopes` the caches; the others are `Boxes` of the query.
     It is launched as early as `hopper.decode`, which has `fresh` too.
@@ -183,7 +183,7 @@ def mla_sparse_hopper_ws(
         made.index(0), made.index(1),
     )  # fmt: skip
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         extra_table_ptr, extra_table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     scopes = Scopes(kv_ptr, block_units, extra_ptr, extra_block_units, first_lens_ptr)

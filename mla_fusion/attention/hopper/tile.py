@@ -44,27 +44,22 @@ FP16_PAIR = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 @gluon.jit
 def copy_part(
-    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr
+    target, base, source, token, end, ENTRY: gl.constexpr, PAGE: gl.constexpr, SPARSE: gl.constexpr
 ):  # fmt: skip
     """Start the copy of some columns of tokens `token` ... into `target` [tokens, width]; zeros for
-    those from `end` on, and of slot -1. base: of the columns, in the cache, or of token `token` if
-    the tile is in one page.
-    """
+    those from `end` on, and of slot -1. base: of the columns, in the cache."""
     layout: gl.constexpr = common.load_layout(target.shape[1], target.dtype, gl.num_warps())
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     wanted = row < end - token
-    if ROWS == "one page":
-        offset = row * ENTRY
+    if SPARSE:
+        at = gl.load(source.table + token + row, mask=wanted, other=-1)
+        wanted = at >= 0
+        page = at // PAGE
     else:
-        if ROWS == "pages":
-            at = token + row
-            page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
-        else:
-            at = gl.load(source.table + token + row, mask=wanted, other=-1)
-            wanted = at >= 0
-            page = at // PAGE
-        offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
+        at = token + row
+        page = gl.load(source.table + at // PAGE, mask=wanted, other=0)
+    offset = page.to(gl.int64) * source.block_stride + at % PAGE * ENTRY
     async_load(target, base + offset[:, None] + col[None, :], mask=wanted[:, None])
 
 
@@ -74,36 +69,10 @@ def copy_tile(
 ):
     """Start the copy of tile `tile` of a sequence."""
     keys, ropes = buffer.keys, buffer.ropes
-    BLOCK_N: gl.constexpr = keys.shape[0]
-    rows: gl.constexpr = "slots" if SPARSE else "one page" if PAGE % BLOCK_N == 0 else "pages"
-    token = tile * BLOCK_N
-    base = source.pointer
-    if rows == "one page":
-        # Tiles after the end copy nothing; the first page stands in for theirs.
-        page = gl.load(source.table + gl.where(token < end, token // PAGE, 0))
-        base += page.to(gl.int64) * source.block_stride + token % PAGE * ENTRY
-    copy_part(keys, base, source, token, end, ENTRY, PAGE, rows)
-    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, rows)
+    token, base = tile * keys.shape[0], source.pointer
+    copy_part(keys, base, source, token, end, ENTRY, PAGE, SPARSE)
+    copy_part(ropes, base + keys.shape[1], source, token, end, ENTRY, PAGE, SPARSE)
     async_copy.commit_group()
-
-
-@gluon.jit
-def copy_boxes(buffer, copies, token, BOXES: gl.constexpr, PAGE: gl.constexpr):
-    """Have the copy engine copy BOXES * TILE tokens from `token` on, one box or two."""
-    keys, ropes = buffer.keys, buffer.ropes
-    BITS: gl.constexpr = keys.dtype.primitive_bitwidth
-    mbarrier.expect(buffer.arrived, BOXES * TILE * (keys.shape[1] + ropes.shape[1]) * BITS // 8)
-    table, block_rows = copies.first.table, copies.block_rows
-    row = gl.load(table + token // PAGE) * block_rows + token % PAGE
-    other = row
-    if BOXES == 2:
-        token += TILE
-        other = gl.load(table + token // PAGE) * block_rows + token % PAGE
-    for box in gl.static_range(BOXES):
-        at = other if box == 1 else row
-        tma_load(copies.latents, [at, 0], buffer.arrived, keys.slice(box * TILE, TILE))
-        rope = ropes.slice(box * TILE, TILE)
-        tma_load(copies.rotated, [at, keys.shape[1]], buffer.arrived, rope)
 
 
 @gluon.jit
@@ -112,9 +81,8 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
     the tokens after an end too, which may be NaN; none where no token is left.
     """
     buffer = Buffers(buffers.keys.index(at), buffers.ropes.index(at), buffers.arrived.index(at))
-    BLOCK_N: gl.constexpr = buffer.keys.shape[0]
     if form.SPARSE:
-        SKIP: gl.constexpr = form.FIRST // BLOCK_N
+        SKIP: gl.constexpr = form.FIRST // TILE
         if tile < SKIP:
             copy_tile(buffer, copies.first, tile, first_end, form.ENTRY, form.PAGE, True)
         else:
@@ -123,12 +91,14 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
                 form.EXTRA_PAGE, True,
             )  # fmt: skip
     elif BULK:
-        BOXES: gl.constexpr = BLOCK_N // TILE
-        token = tile * TILE
-        if token + (BOXES - 1) * TILE < end:
-            copy_boxes(buffer, copies, token, BOXES, form.PAGE)
-        elif BOXES == 2 and token < end:
-            copy_boxes(buffer, copies, token, 1, form.PAGE)
+        token, arrived = tile * TILE, buffer.arrived
+        if token < end:
+            BITS: gl.constexpr = buffer.keys.dtype.primitive_bitwidth
+            mbarrier.expect(arrived, TILE * (form.L + form.R) * BITS // 8)
+            row = gl.load(copies.first.table + token // form.PAGE) * copies.block_rows
+            row += token % form.PAGE
+            tma_load(copies.latents, [row, 0], arrived, buffer.keys)
+            tma_load(copies.rotated, [row, form.L], arrived, buffer.ropes)
     else:
         copy_tile(buffer, copies.first, tile, end, form.ENTRY, form.PAGE, False)
 
@@ -154,15 +124,14 @@ def packed(low, high, TYPE: gl.constexpr):
 
 
 @gluon.jit
-def add_box(acc, odd, view, p, BOX: gl.constexpr, RUNNING: gl.constexpr):
-    """Add the weighted values of 64 tokens, the first or the second of `view`. RUNNING: products
-    that may run under the widening of the next values. Registers hold two.
-    """
+def add_pairs(acc, odd, view, p, RUNNING: gl.constexpr):
+    """Add the weighted values of a tile. RUNNING: products that may run under the widening of the
+    next values. Registers hold two."""
     STEP: gl.constexpr = 32
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for j in gl.static_range(2):
-        value = view.slice(64 * BOX + STEP * j, STEP).permute((1, 0)).load(operand)
-        part = p.slice(64 * BOX + STEP * j, STEP)
+        value = view.slice(STEP * j, STEP).permute((1, 0)).load(operand)
+        part = p.slice(STEP * j, STEP)
         acc = hopper.warpgroup_mma(widen(value, LOW), part, acc, is_async=True)
         odd = hopper.warpgroup_mma(widen(value, HIGH), part, odd, is_async=True)
         acc, odd = hopper.warpgroup_mma_wait(RUNNING, [acc, odd])
@@ -170,16 +139,12 @@ def add_box(acc, odd, view, p, BOX: gl.constexpr, RUNNING: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, odd, decay, key, p, left, FP8: gl.constexpr):
-    """Decay the sums [latents, rows] and add the weighted values of a tile, of `left` tokens."""
+def add_values(acc, odd, decay, key, p, RUNNING: gl.constexpr, FP8: gl.constexpr):
+    """Decay the sums [latents, rows] and add the weighted values of a tile."""
     acc = acc * decay[None, :]
     if FP8:
         odd = odd * decay[None, :]
-        view = pairs_of(key)
-        BOXES: gl.constexpr = key.shape[0] // TILE
-        acc, odd = add_box(acc, odd, view, p, 0, 2 * (BOXES - 1))
-        if BOXES == 2 and left > TILE:
-            acc, odd = add_box(acc, odd, view, p, 1, 2)
+        acc, odd = add_pairs(acc, odd, pairs_of(key), p, RUNNING)
     else:
         acc = hopper.warpgroup_mma(key.permute((1, 0)), p, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, [acc])

@@ -43,9 +43,8 @@ from mla_fusion.attention.plan.launches import Launch
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
 def mla_decode_hopper_ws(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
-    qo_indptr_ptr, kv_indptr_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t,
-    out_stride_h, table_stride, q_halves, q_quarters, q_rotated, halves, quarters, rotated,
-    block_rows, fresh, FORM: gl.constexpr,
+    q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t, out_stride_h, table_stride, q_halves,
+    q_quarters, q_rotated, halves, quarters, rotated, block_rows, fresh, FORM: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters; the others are `Boxes` of query and cache, and the rows
     of a cache from one block to the next. It is launched as early as `hopper.decode`, which has
@@ -78,7 +77,7 @@ def mla_decode_hopper_ws(
         query_made.index(0), query_made.index(1),
     )  # fmt: skip
     work = Work(
-        work_indptr_ptr, work_info_ptr, qo_indptr_ptr, kv_indptr_ptr, table_ptr, table_stride,
+        work_indptr_ptr, work_info_ptr, table_ptr, table_stride,
         table_ptr, table_stride, gl.program_id(1) * ROWS,
     )  # fmt: skip
     target = Target(

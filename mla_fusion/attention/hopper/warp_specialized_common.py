@@ -228,9 +228,9 @@ def store_layout(columns):
 
 
 @gluon.jit
-def rows_of(work, item, target, HEADS: gl.constexpr, layout: gl.constexpr):
-    """The rows of an item that this CTA has, and which of them are real."""
-    rows = work.first_row + gl.arange(0, ROWS, layout)
+def rows_of(work, item, target, COUNT: gl.constexpr, HEADS: gl.constexpr, layout: gl.constexpr):
+    """The COUNT rows of an item that this CTA has, and which of them are real."""
+    rows = work.first_row + gl.arange(0, COUNT, layout)
     head = item.first_head + rows % HEADS
     return rows, head, (rows // HEADS < item.count) & (head < target.heads)
 
@@ -239,7 +239,9 @@ def rows_of(work, item, target, HEADS: gl.constexpr, layout: gl.constexpr):
 def store_part(acc, work, item, target, FIRST: gl.constexpr, form: gl.constexpr):
     """Store normalized sums [rows, columns] in the columns from FIRST on."""
     layout: gl.constexpr = store_layout(acc.shape[1])
-    rows, head, real = rows_of(work, item, target, form.HEADS, gl.SliceLayout(1, layout))
+    rows, head, real = rows_of(
+        work, item, target, acc.shape[0], form.HEADS, gl.SliceLayout(1, layout)
+    )
     col = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     if item.partial < 0:
         at_token = item.token + rows // form.HEADS
@@ -307,7 +309,7 @@ def store_pairs(even, odd, work, item, target, FIRST: gl.constexpr, form: gl.con
 def store_lse(lse, work, item, target, form: gl.constexpr):
     """Store the natural-log LSE of each row."""
     layout: gl.constexpr = lse.type.layout
-    rows, head, real = rows_of(work, item, target, form.HEADS, layout)
+    rows, head, real = rows_of(work, item, target, lse.shape[0], form.HEADS, layout)
     if item.partial < 0:
         if form.LSE:
             at_token = item.token + rows // form.HEADS

@@ -49,6 +49,16 @@ def send(shared, p, factors, sent):
 
 
 @gluon.jit
+def send_last(shared, factors, sent):
+    """Give the factors of an item's sums, as number `sent`."""
+    slot, phase = slot_of(shared, sent)
+    mbarrier.wait(slot.free, phase ^ 1)
+    slot.factors.store(factors)
+    barrier()
+    mbarrier.arrive(slot.full, count=1)
+
+
+@gluon.jit
 def softmax_step(s, token, item, limit, factor, m, l):
     """One step of the online softmax over a tile from `token` on: P, decay, new state."""
     s, base, new_m = ws.see(s, token, item, limit, factor, m, SLACK)
@@ -110,11 +120,7 @@ def score(
             send(shared, p, decay, sent)
             sent += 1
         lse, inverse = ws.result_of(m, l)
-        slot, phase = slot_of(shared, sent)
-        mbarrier.wait(slot.free, phase ^ 1)
-        slot.factors.store(inverse * value_scale)
-        barrier()
-        mbarrier.arrive(slot.full, count=1)
+        send_last(shared, inverse * value_scale, sent)
         sent += 1
         ws.store_lse(lse, work, item, target, form)
 

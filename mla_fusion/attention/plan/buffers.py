@@ -57,7 +57,6 @@ class Rules:
     granularity: int
     overhead: int
     max_split_per_batch: int
-    half_below: int = 0
     chunk: int = 0  # tokens; 0: the batch decides where a sequence is cut
     middle: int = 0  # tokens of a chunk behind the first NEAR
     far: int = 0  # and from token FAR * chunk on
@@ -69,9 +68,8 @@ class Rules:
 
     def busy_ctas(self, batch: int) -> int:
         """CTAs that may get work from `batch` sequences."""
-        ctas = max(1, self.ctas // 2) if batch < self.half_below else self.ctas
         cap = self.max_split_per_batch * batch * self.fold
-        return ctas if self.max_split_per_batch < 0 else min(ctas, cap)
+        return self.ctas if self.max_split_per_batch < 0 else min(self.ctas, cap)
 
     def max_works(self, max_batch: int) -> int:
         """Most work items of a plan: each tile ends once, each CTA but one cuts once; or all
@@ -111,8 +109,6 @@ class Settings:
             AITER's planner takes a power of two.
         overhead: fixed cost of a work item, in blocks; by default 16. At most 1024, and less for
             more than 2^18 tiles: 2^28 blocks over max_batch * num_heads / 16.
-        half_below: with fewer sequences than this, half of the CTAs get work, at least one. A
-            batch-invariant plan ignores it: a kernel has other tiles for half of the CTAs.
         v_head_dim: L, the latent width: columns of the output of the decode, in front of its
             product with W_UV. It is kv_lora_rank of a model, 512 for DeepSeek, and not the
             model's v_head_dim.
@@ -140,7 +136,6 @@ class Settings:
     max_kv_len: int | None = None
     kv_granularity: int = 16
     overhead: int | None = None
-    half_below: int = 0
     v_head_dim: int = 512
     planner: str = "portable"
     batch_invariant: bool = False
@@ -158,10 +153,9 @@ class Settings:
                 check(field.name, ok, "bf16, fp16, fp32 or fp8", value)
             elif field.type.startswith("int") and not (value is None and "None" in field.type):
                 check_whole(field.name, value)
-                ok = field.name in ("half_below", "max_split_per_batch") or value >= 1
+                ok = field.name == "max_split_per_batch" or value >= 1
                 check(field.name, ok, "at least 1", value)
         check("max_split_per_batch", cap == -1 or cap >= 1, "-1 (no cap) or at least 1", cap)
-        check("half_below", self.half_below >= 0, "0 (never) or more", self.half_below)
         known = self.planner in ("portable", "aiter")
         check("planner", known, '"portable" or "aiter"', self.planner)
         tiles = self.max_batch * -(-self.num_heads // 16)
@@ -193,9 +187,9 @@ class Settings:
         overhead = OVERHEAD if self.overhead is None else self.overhead
         common = ctas, fold, self.kv_granularity, overhead, self.max_split_per_batch
         if not self.batch_invariant:
-            return Rules(*common, self.half_below)
+            return Rules(*common)
         assert self.max_kv_len is not None, "checked"
-        return Rules(*common, 0, *self.chunks, self.max_kv_len)
+        return Rules(*common, *self.chunks, self.max_kv_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +260,8 @@ class PlanBuffers:
                       at qo_indptr[b] * fold + f * (rows of b); row i is the token qo_indptr[b] + i
         4, 5 kv_start, kv_end   tokens in the concatenation of all sequences: the first is token
                       kv_start - kv_indptr[b] of sequence b
-        6 kv_offset   tokens of this sequence from kv_end to its end; 7 is padding
+        6 kv_offset   tokens of this sequence from kv_end to its end
+        7 kv_first    kv_indptr[b]; AITER has padding here
     reduce_indptr: [B + 1] int32; tile t is merged from the splits reduce_indptr[t] ... [t + 1] - 1,
         none if it was not split; constant after the last sequence.
     reduce_final_map: [B, 2] int32, (qo_start, qo_end) of a split tile; not written for others.

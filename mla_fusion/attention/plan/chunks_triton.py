@@ -103,7 +103,7 @@ def mla_plan_chunks(
         tl.store(row + 4, token + begin, mask=mask)
         tl.store(row + 5, token + stop, mask=mask)
         tl.store(row + 6, planned - stop, mask=mask)
-        tl.store(row + 7, 0, mask=mask)
+        tl.store(row + 7, token, mask=mask)
         mask &= count > 1
         at = partial + item
         tl.store(reduce_partial_map + at, at * max_query_len, mask=mask)

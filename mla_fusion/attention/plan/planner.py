@@ -40,8 +40,8 @@ Numbers = np.ndarray[Any, np.dtype[np.int32]]
 PROVIDERS = ("reference", "triton")
 MERGED_AT_ONCE = 32  # splits, by a CTA of the reduction
 SMALL_SHARE, EVEN_SHARE, STEPS = 4, 64, 4
-# Columns of work_info_set; the eighth is padding.
-BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET = range(7)
+# Columns of work_info_set.
+BATCH, PARTIAL_ROW, QO_START, QO_END, KV_START, KV_END, KV_OFFSET, KV_FIRST = range(8)
 
 
 def allocate(settings: Settings) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def fill_arrays(
     is_split = (begin > 0) | ~ends
     after = np.cumsum(is_split)  # partial rows up to and with an item's
     partial = (after - 1) * max_query_len
-    row, none = np.where(is_split, partial, -1), np.zeros_like(tile)
-    columns = tile, row, query, query + rows, start, stop, last - stop, none
+    row = np.where(is_split, partial, -1)
+    columns = tile, row, query, query + rows, start, stop, last - stop, first
     plan.work_info_set[: len(items)] = np.stack(columns, 1)
     plan.work_indptr[:] = np.searchsorted(cta, np.arange(rules.ctas + 1))
     plan.reduce_partial_map[: is_split.sum()] = partial[is_split]

@@ -161,6 +161,7 @@ def find_starts(
     step = budget - kept  # blocks of a CTA that starts and ends in a tile
     tile, begin, last = zero, zero, zero
     end, uncut = unpack(tl.load(sequences))
+    following = tl.load(sequences + 1)  # ahead, since the walk would wait for each
     tl.store(starts, 0)
     reach = budget
     while (reach < total) & (last < busy):
@@ -168,7 +169,8 @@ def find_starts(
             tile += FOLD
             sequences += 1
             begin = end
-            end, uncut = unpack(tl.load(sequences))
+            end, uncut = unpack(following)
+            following = tl.load(sequences + 1)
         # The tile that holds `reach`: the CTA gets done with some of its blocks.
         tile_cost = (end - begin) // FOLD
         block = zero
@@ -233,7 +235,7 @@ def write_items(
         tl.store(row + 4, token + done * rules.granularity, mask=mask)
         tl.store(row + 5, token + stop, mask=mask)
         tl.store(row + 6, planned - stop, mask=mask)
-        tl.store(row + 7, 0, mask=mask)
+        tl.store(row + 7, token, mask=mask)
         tl.store(reduce_partial_map + partial, partial * max_query_len, mask=mask & is_split)
         ends = mask & (is_cut == 0)
         partial += is_split.to(tl.int32)

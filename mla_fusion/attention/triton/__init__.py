@@ -119,7 +119,7 @@ def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
     for batch in range(1, settings.max_batch + 1):
         rows = layout.per_work * settings.max_query_len
         merged = reduction(batch * layout.fold, rows, settings.batch_invariant)
-        batches.setdefault((merged, batch < plan.rules.half_below), batch)
+        batches.setdefault(merged, batch)
         for length in range(1, settings.max_query_len + 1) if values else ():
             product = batch * length, settings.num_heads, values or 0
             variants = (card.variant(*product) for card in cards.PRODUCTS)

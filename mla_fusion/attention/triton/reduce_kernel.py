@@ -88,9 +88,9 @@ def reduction(tiles: int, rows: int, batch_invariant: bool = False) -> tuple[int
     they are the same for every step of a batch-invariant plan, those of a small batch."""
     if tiles * rows <= 128 and not batch_invariant:
         return 1, 32, 256
-    if tiles * rows <= 512 or batch_invariant:
+    if tiles * rows <= 256 or batch_invariant:
         return 1, 16, 512
-    return (1 if tiles * rows <= 2048 else 2 if tiles * rows <= 4096 else 4), 4, 512
+    return (1 if tiles * rows <= 1024 else 2 if tiles * rows <= 4096 else 4), 4, 512
 
 
 def launch_of(given: Inputs) -> Launch:

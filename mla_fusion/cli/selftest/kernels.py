@@ -56,7 +56,8 @@ def checks() -> dict[str, Check]:
 
 def decodes(of: Iterable[Card], kind: str) -> dict[str, Check]:
     """The checks of the kernels of these cards. kind: the type of query and cache."""
-    return {f"decode {x.name} {kind}": partial(_decode, x, kind) for x in of if x.shapes}
+    mine = (card for card in of if card.shapes and kind in card.kinds)
+    return {f"decode {x.name} {kind}": partial(_decode, x, kind) for x in mine}
 
 
 def _region(card: RegionCard, kind: str, thorough: bool) -> Iterator[Outcome]:
