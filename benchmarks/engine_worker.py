@@ -298,7 +298,7 @@ class Worker:
         }
 
     def time_replays(self: Any) -> None:
-        """Put events around the replays of CUDA graphs, until `replay_times`. The profiler would count
+        """Put events around the replays of CUDA graphs, until `replay_times`. The profiler counts
         the time twice that a kernel waits for its predecessor."""
         replay = torch.cuda.CUDAGraph.replay
         self.replay, self.replays = replay, []

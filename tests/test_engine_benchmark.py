@@ -136,7 +136,7 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
     found = [(row["planted"][:5], wrong) for [row], wrong in engine.tokens(args)]
     assert found == [("WRONG", 0)] * 3
     assert [each["arm"] for each in jobs] == [
-        *("default", "cat", "fused", "planted") * 2, "default", "default", "fused", "planted"
+        *("default", "cat", "auto", "planted") * 2, "default", "default", "auto", "planted"
     ]  # fmt: skip
     ranks = [(each["tp"], each["dp"], each["dcp"], each["device"]) for each in jobs]
     assert ranks[::4] == [(2, 1, 1, "0,1"), (1, 2, 1, "0,1"), (2, 1, 2, "0,1")]
