@@ -23,8 +23,9 @@ With --gpus N an engine of `tokens` and `complete` has N GPUs: tensor parallelis
 attention with experts in parallel (N engines, which begin at different times), and ranks of tensor
 parallelism that share a cache, with and without a draft. mla_fusion must be installed. Where ranks
 share a cache, `tp`, vLLM with a cache for each rank, is in the place of `cat`, which leaves the
-tokens of other ranks unrotated. `tokens` plants the error on the last rank of every configuration,
-and reads from the report of each rank that it fused every layer.
+tokens of other ranks unrotated. In the place of `fused` is `auto`, the flag alone. `tokens` plants
+the error on the last rank of every configuration, and reads from the report of each rank that it
+fused every layer.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def run_arms(
 
 def arms(name: str, known: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """The arms of a configuration."""
-    found = ["default", *unfused(name, known[name]), "fused"]
+    found = ["default", *unfused(name, known[name]), "auto" if args.gpus > 1 else "fused"]
     if name in PORTABLE:
         found.append("portable")
     return found + ["planted"] * (name in (*args.plant, *UNFUSED) or args.gpus > 1)
@@ -202,7 +203,7 @@ def tokens(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int
     known = configurations(args.gpus)
     for name, results in run_arms(known, args):
         rows, wrong = [], 0
-        for ours in (arm for arm in ("fused", "portable") if arm in results):
+        for ours in (arm for arm in ("fused", "auto", "portable") if arm in results):
             wanted = ("default", *unfused(name, known[name]), ours, "planted")
             arms = {arm: results[arm] for arm in wanted if arm in results}
             if not all("tokens" in result for result in arms.values()):
@@ -228,8 +229,8 @@ def judged(
     verdict = engine_compare.verdict(pairs["fused / default"], measure)
     for problem in problems(name, ours, fused, asked):
         verdict = f"WRONG: {problem}; {verdict}"
-    title, found = name if ours == "fused" else f"{name}, {ours}", ""
-    if ours == "fused" and "planted" in arms:
+    title, found = f"{name}, portable" if ours == "portable" else name, ""
+    if ours != "portable" and "planted" in arms:
         pairs["planted / default"] = engine_compare.compare(arms["planted"], default)
         found = engine_compare.verdict(pairs["planted / default"], measure)
     layers, inside, outside = layers_of(fused)

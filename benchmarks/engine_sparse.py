@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import engine_compare
@@ -33,7 +32,6 @@ import engine_model
 import torch
 from engine_jobs import finish, job, ready, start_ranks
 
-from mla_fusion.cli import child
 from mla_fusion.runtime import sparse_step
 
 if TYPE_CHECKING:
@@ -74,10 +72,6 @@ def measured(
     each = {arm: changes | (alone if arm == "other" else {}) for arm in arms}
     began, engines = time.time(), {arm: start_ranks(job(arm=arm, **each[arm])) for arm in arms}
     results = ready(engines, end)
-    for arm, ((work, _),) in engines.items():
-        for line in Path(work.workdir, child.LOG).read_text().splitlines():
-            if "attention backend" in line or "AttentionBackendEnum" in line:
-                print(f"   {arm}: {line}")
     verdicts, wrong = {}, len(arms) - len(results)
     for arm in results:
         verdicts[arm] = verdict(arm, results, model, cache)

@@ -168,8 +168,8 @@ def launches(llm: Any, batch: int) -> dict[str, float]:
 def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callable[[int], None]]:
     """Add a request of `tokens` tokens for each prompt; abort them at the end.
 
-    Yields a function that runs so many steps, once every request decodes.
-    """
+    Yields a function that runs so many steps, once every request decodes. A server makes the
+    outputs for its users in another process: they are left out."""
     import vllm
 
     core = llm.llm_engine
@@ -181,7 +181,7 @@ def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callab
 
     def step(count: int) -> None:
         for _ in range(count):
-            core.step()
+            core.engine_core.get_output()
 
     produced = 0
     while produced < len(prompts):
@@ -298,7 +298,7 @@ class Worker:
         }
 
     def time_replays(self: Any) -> None:
-        """Put events around the replays of CUDA graphs, until `replay_times`. The profiler would count
+        """Put events around the replays of CUDA graphs, until `replay_times`. The profiler counts
         the time twice that a kernel waits for its predecessor."""
         replay = torch.cuda.CUDAGraph.replay
         self.replay, self.replays = replay, []

@@ -16,6 +16,8 @@ import pytest
 import torch
 from engine_jobs import job
 
+from mla_fusion.config import vllm_compat
+
 
 def result(tokens, gaps):
     """One sequence as an engine sends it; in every context token 100 + chosen is second, `gap`
@@ -136,7 +138,7 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
     found = [(row["planted"][:5], wrong) for [row], wrong in engine.tokens(args)]
     assert found == [("WRONG", 0)] * 3
     assert [each["arm"] for each in jobs] == [
-        *("default", "cat", "fused", "planted") * 2, "default", "default", "fused", "planted"
+        *("default", "cat", "auto", "planted") * 2, "default", "default", "auto", "planted"
     ]  # fmt: skip
     ranks = [(each["tp"], each["dp"], each["dcp"], each["device"]) for each in jobs]
     assert ranks[::4] == [(2, 1, 1, "0,1"), (1, 2, 1, "0,1"), (2, 1, 2, "0,1")]
@@ -197,6 +199,25 @@ def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(tp, drafts, replays, fo
     if tp > 1:  # an engine in a process of its own steps by itself
         steps = ["resume_scheduler", *steps, "pause_scheduler"]
     assert asked == ["time_replays", *steps, "replay_times"]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "found"),
+    [(("fi_ar_comm", "ca_comm"), "FlashInfer"), (("ca_comm", "pynccl_comm"), "custom"), ((), "")],
+)
+def test_rows_name_the_all_reduce_that_vllm_tries_first(enabled, found, monkeypatch):
+    """One that could not start is there, and disabled; with one rank there is no communicator."""
+    every = ("fi_ar_comm", "ca_comm", "pynccl_comm")
+    made = {n: types.SimpleNamespace(disabled=n not in enabled) for n in every}
+    communicator = types.SimpleNamespace(**made) if enabled else None
+    group = types.SimpleNamespace(device_communicator=communicator)
+    monkeypatch.setattr(engine_worker, "get_tp_group", lambda: group)
+    layer = types.SimpleNamespace(get_attn_backend=lambda: types.SimpleNamespace(get_name=str))
+    monkeypatch.setattr(vllm_compat, "mla_layers", lambda _: {"layer": layer})
+    compilation = types.SimpleNamespace(static_forward_context={})
+    config = types.SimpleNamespace(compilation_config=compilation)
+    worker = types.SimpleNamespace(vllm_config=config, model_runner=None)
+    assert engine_worker.Worker.engine_facts(worker)["all_reduce"] == found
 
 
 def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
