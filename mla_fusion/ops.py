@@ -10,11 +10,12 @@
     mla_attention_with_group_quantized_output       the same, its output in fp8 for o_proj, with a
     mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
     projection                                      products of up to 16 tokens
+    rms_norm                                        one or two norms beside our launches
     end_of_piece                                    marks where a graph is cut; never runs
 
 The fused op and the three behind it write into buffers of the graph and return nothing: under
 piecewise CUDA graphs they run between captured pieces, which read fixed addresses. `projection`
-reads no metadata and is captured like a linear layer, so it returns its results.
+and `rms_norm` read no metadata and are captured like a linear layer, so they return their results.
 
 By `layer_name`, a string or, on some torch versions, an opaque object, an op finds the layer, its
 KV cache and the batch's metadata in vLLM's forward context.
@@ -35,6 +36,7 @@ ATTENTION = "mla_attention_with_prepared_query"
 GROUP_ATTENTION = "mla_attention_with_group_quantized_output"
 TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 PROJECTION = "projection"
+NORM = "rms_norm"
 CUT = "end_of_piece"
 
 
@@ -110,6 +112,7 @@ _SCHEMAS = {
         f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
     ),
     PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
+    NORM: "(Tensor[] xs, Tensor? residual, Tensor[] norm_weights, float[] epsilons) -> Tensor[]",
     CUT: "() -> ()",
 }
 
@@ -149,5 +152,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
     PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
+    NORM: lambda xs, residual, *_: [
+        each.new_empty(each.shape) for each in (*xs, *([] if residual is None else [residual]))
+    ],
     **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

@@ -201,6 +201,7 @@ def register_ops() -> None:
         ops.FUSED: fused_decode_prep, ops.ATTENTION: lambda *args: attention()(*args[:6]),
         ops.GROUP_ATTENTION: _quantizing_attention_op,
         ops.TENSOR_ATTENTION: _quantizing_attention_op, ops.PROJECTION: projection.project,
+        ops.NORM: projection.normalize,
     }  # fmt: skip
     ops.register(vllm_compat.layer_name_type(), bodies)
 
