@@ -72,7 +72,8 @@ class Quantization(StrEnum):
 @dataclass(frozen=True)
 class Variant:
     """The properties of a fused op that its kernel is compiled for, before it is needed.
-    Types are names in torch; those of cosines and of query factors are empty where none are."""
+    Types are names in torch; those of cosines and of query factors are empty where none are, and
+    epsilon is that of the norm of kv_c, if the op has it."""
 
     is_neox: bool
     rope_dim: int
@@ -80,6 +81,7 @@ class Variant:
     query_dtype: str
     kv_cache_dtype: str
     factor_dtype: str = ""
+    kv_norm_epsilon: float | None = None
 
 
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
@@ -94,6 +96,7 @@ _UPDATE_ARGUMENTS = (
     "Tensor? positions, Tensor? cos_sin_cache, Tensor? q_factor, Tensor k_scale, "
     "{layer_name} layer_name, str kv_cache_dtype, str rope, bool is_neox"
 )
+_NORM_ARGUMENTS = "Tensor? kv_norm_weight=None, float kv_norm_epsilon=0.0"
 _SCHEMAS = {
     ROPE_UPDATE: f"(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, {_UPDATE_ARGUMENTS}) -> Tensor",
     Q_PREP: (
@@ -102,14 +105,18 @@ _SCHEMAS = {
     ),
     FUSED: (
         "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, "
-        f"{_UPDATE_ARGUMENTS}, str provider) -> ()"
+        f"{_UPDATE_ARGUMENTS}, str provider, {_NORM_ARGUMENTS}) -> ()"
     ),
-    ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None) -> ()",
+    ATTENTION: (
+        f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None, {_NORM_ARGUMENTS}) -> ()"
+    ),
     GROUP_ATTENTION: (
-        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales, str quantization) -> ()"
+        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales, str quantization, "
+        f"{_NORM_ARGUMENTS}) -> ()"
     ),
     TENSOR_ATTENTION: (
-        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
+        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization, "
+        f"{_NORM_ARGUMENTS}) -> ()"
     ),
     PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
     NORM: "(Tensor[] xs, Tensor? residual, Tensor[] norm_weights, float[] epsilons) -> Tensor[]",

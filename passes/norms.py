@@ -1,30 +1,35 @@
-"""Pass 8: norms beside a launch of this library become one too.
+"""Pass 8: the norm of the latents goes into the fused op, those beside a product of this library
+become a launch of it.
 
-    before   x ─► mm ─► kv ─► split ─► norm ─► kv_c ─► fused op
-             h, residual ─► add + norm ─► projection
+    before   h, residual ─► add + norm ─► projection ─► kv ─► split ─► norm ─┬► fused op
+                                                                             └► attention
 
-    after    x ─► mm ─► kv ─► split ─► rms_norm ─► kv_c ─► fused op
-             h, residual ─► rms_norm ─► projection
+    after    h, residual ─► rms_norm ─► projection ─► kv ─► split, weight, epsilon ─┬► fused op
+                                                                                    └► attention
 
-A launch of this library begins before the kernel in front has ended, if that lets it, and loads
-weights meanwhile; a kernel of Inductor's does not. Norms of one value, as of the query's latents
-and of kv_c, go together or not at all: Inductor has one kernel for both.
+A product loads its weights before the launch in front has ended, if that lets it begin, as a kernel
+of Inductor's does not. Norms of one value, as of the query's latents and of kv_c, go together or
+not at all, and neither into the fused op: Inductor has one kernel for both.
 
-Safe because the op is a function of the same values, rounded once as in Inductor's code, whose sum
-of squares has another order."""
+Safe because the ops compute what the norms do, rounded once as in Inductor's code, whose sum of
+squares has another order. The attention normalizes for a batch that is not decode-only, as the
+fused op does: for any other the cache has what it reads. Nothing else may read a norm that goes
+into them."""
 
 import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from mla_fusion import gpu, ops
+from mla_fusion.passes.fix_functionalization import apart
 from mla_fusion.passes.rewrite import PassResult, call
 from mla_fusion.patterns.norms import Norm, read_norm, source
-from mla_fusion.patterns.site import called, functionalized_op
+from mla_fusion.patterns.site import called, functionalized_op, is_live, outputs
 
-_PRODUCT = f"{ops.NAMESPACE}::{ops.PROJECTION}"
+_PRODUCT, _FUSED = (f"{ops.NAMESPACE}::{name}" for name in (ops.PROJECTION, ops.FUSED))
 
 
 @dataclass
@@ -41,30 +46,49 @@ class MLANormPass:
                 of = source(norm.x) if norm.residual is None else node
                 groups.setdefault(of, []).append(norm)
         for group in groups.values():
-            if len(group) <= 2 and self._gains(group):
+            if any(norm.node in self.kept for norm in group):
+                continue
+            region = self._region(group[0]) if len(group) == 1 else ()
+            if region:
+                new = _absorb(group[0], region)
+            elif len(group) <= 2 and _begins_early(group):
                 new = _rewrite(graph, group)
-                result.rewritten |= {norm.node.name: new for norm in group}
-                result.dead += [norm.node for norm in group]
+            else:
+                continue
+            result.rewritten |= {norm.node.name: new for norm in group}
+            result.dead += [norm.node for norm in group]
         return result
 
-    def _gains(self, group: Sequence[Norm]) -> bool:
-        """True if a launch of this library on this GPU lies in front of the norms or behind one."""
-        first = group[0]
-        early = gpu.of(first.x.meta["val"].device).capability >= (9, 0)
-        if not early or any(norm.node in self.kept for norm in group):
-            return False
-        made = source(first.x)
-        if made.target is operator.getitem and called(made.args[0]) == _PRODUCT:
-            return True
-        return any(
-            called(reader) == _PRODUCT or (len(group) == 1 and self._is_region(reader, normed))
-            for norm in group for normed in norm.normed for reader in normed.users
-        )  # fmt: skip
+    def _region(self, norm: Norm) -> Sequence[fx.Node]:
+        """The fused op and the attention that read a norm alone; empty if the op cannot take it."""
+        readers = [user for user in norm.node.users if is_live(user)]
+        fused = next((user for user in readers if functionalized_op(user) == _FUSED), None)
+        if fused is None or self.provider != "triton":
+            return ()
+        k_pe: Any = fused.kwargs["k_pe"]
+        prepared = outputs(fused, 3)
+        region = [n for n in readers if n is fused or n.kwargs.get("prepared_q") in prepared]
+        # Else the op would write what the attention reads.
+        return region if region == readers and apart(norm.x, k_pe) else ()
 
-    def _is_region(self, reader: fx.Node, kv_c: fx.Node) -> bool:
-        """True if the fused op reads it as kv_c, and begins early."""
-        is_fused = functionalized_op(reader) == f"{ops.NAMESPACE}::{ops.FUSED}"
-        return is_fused and self.provider == "triton" and reader.kwargs["kv_c"] is kv_c
+
+def _begins_early(group: Sequence[Norm]) -> bool:
+    """True if a product of this library, which begins early on this GPU, lies beside the norms."""
+    if gpu.of(group[0].x.meta["val"].device).capability < (9, 0):
+        return False
+    made = source(group[0].x)
+    if made.target is operator.getitem and called(made.args[0]) == _PRODUCT:
+        return True
+    readers = (user for norm in group for normed in norm.normed for user in normed.users)
+    return any(called(reader) == _PRODUCT for reader in readers)
+
+
+def _absorb(norm: Norm, region: Sequence[fx.Node]) -> fx.Node:
+    """The fused op and the attention with the norm's input, weight and epsilon."""
+    given: dict[str, Any] = {"kv_norm_weight": norm.weight, "kv_norm_epsilon": norm.epsilon}
+    for node in region:
+        node.kwargs = {**node.kwargs, "kv_c": norm.x, **given}
+    return region[0]
 
 
 def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:

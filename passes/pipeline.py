@@ -239,11 +239,11 @@ def fuse(
     done("6")
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
-    record.variants = [*dict.fromkeys(map(describe.variant, fused.rewritten.values()))]
     quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
     record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
     project(graph, projections, record, provider, kept)
+    record.variants = [*dict.fromkeys(map(describe.variant, fused.rewritten.values()))]
     if fused.rewritten:
         # The last one that fused.
         name, node = [*canonical.rewritten][-1], [*fused.rewritten.values()][-1]

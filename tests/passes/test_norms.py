@@ -1,5 +1,5 @@
-"""Pass 8: norms beside launches of this library, traced from vLLM's IR ops as on a GPU that lets
-launches begin early."""
+"""Pass 8: norms beside products of this library, traced from vLLM's IR ops as on a GPU that lets
+launches begin early, and norms of the latents in front of the fused op."""
 
 import pytest
 import torch
@@ -9,16 +9,23 @@ from vllm.config.utils import Range
 
 from mla_fusion import ops, projections, report, runtime
 from mla_fusion.passes import pipeline
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
 from mla_fusion.passes.norms import MLANormPass
 from mla_fusion.passes.projections import MLAProjectionPass
+from mla_fusion.passes.rewrite import drop_dead
 from mla_fusion.projections import reference
 from tests.gpus import imitate
 from tests.passes import edits, recorded
-from tests.passes.fake_engine import Engine
-from tests.passes.graphs import Spec, find, find_all, layer_names, printed
+from tests.passes.fake_engine import BATCHES, Engine, assert_same, fuse
+from tests.passes.fake_engine import run as run_layers
+from tests.passes.graphs import LATENT, Spec, find, find_all, layer_names, printed
+from tests.passes.graphs import build as build_layers
 from tests.passes.linear_layers import BF16, KV, OUT, K, Q, build, rewrite, run, values
 
-NORM, PROJECTION = (f"{ops.NAMESPACE}::{op}" for op in (ops.NORM, ops.PROJECTION))
+aten = torch.ops.aten
+NORM, PROJECTION, FUSED = (
+    f"{ops.NAMESPACE}::{op}" for op in (ops.NORM, ops.PROJECTION, ops.FUSED)
+)  # fmt: skip
 IR = ("vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm")
 EPSILON = 1e-5
 runtime.register_ops()
@@ -139,13 +146,69 @@ def test_a_weight_of_another_type_and_a_layer_that_is_left_out(faster):
     assert not MLANormPass("triton")(module.graph).rewritten
 
 
+def absorbed(module, spec):
+    """The fused ops of a graph, once passes 2 to 6, 8 for provider triton and 5 have run."""
+    assert fuse(module, spec).fused == spec.layers
+    dead = MLANormPass("triton")(module.graph).dead
+    drop_dead(module.graph, dead)
+    fused = find_all(module, FUSED)
+    MLAFixFunctionalizationPass()(module.graph)
+    module.graph.lint()
+    return fused
+
+
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize(
-    "name, provider, layers",
-    [("native-no_q_lora", "triton", 1), ("native-no_q_lora", "aiter", 0),
-     ("flashinfer-q_lora", "triton", 0)],
+    "spec",
+    [Spec("nope", dtype=BF16, ir_norm=True),
+     Spec("nope", dtype=torch.float16, ir_norm=True, layers=2),
+     Spec("nope", dtype=BF16, ir_norm=True, kv_cache_dtype="fp8", dynamic=False),
+     Spec("nope", dtype=BF16, ir_norm=True, quantized="group"),
+     Spec("nope", dtype=BF16, ir_norm=True, quantized="tensor", q_lora=True)],
+    ids=str,
 )  # fmt: skip
-def test_in_front_of_the_fused_op_if_it_is_alone(name, provider, layers, faster):
-    """Graphs of engines on a GPU, with vLLM's products: the query's latents have a norm too."""
+def test_the_norm_of_the_latents_goes_into_the_fused_op(spec):
+    """Every kind of batch, to the bit of a norm rounded once; no norm is left, nor a copy."""
+    module, before = build_layers(spec), build_layers(spec)
+    for node in find_all(before, IR[0]):
+        node.target = lambda *given: reference.normalize(*([each] for each in given))[0]
+    assert [fused.kwargs["kv_norm_epsilon"] for fused in absorbed(module, spec)]
+    assert not find_all(module, IR[0]) and not find_all(module, aten.clone.default)
+    for batch in BATCHES.values():
+        assert_same(run_layers(before, spec, batch), run_layers(module, spec, batch), batch)
+
+
+def also_read(module, node):
+    edits.read_also(module, node)
+
+
+def not_of_a_split(module, node):
+    """k_pe and the latents are slices of one value, so that no split tells them apart."""
+    [split] = (n for n in find_all(module, aten.split_with_sizes.default) if len(n.args[1]) == 2)
+    part = edits.add(module, node, aten.slice.Tensor, split.args[0], 1, 0, LATENT)
+    node.args = (part, *node.args[1:])
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("edit", [also_read, not_of_a_split])
+def test_a_norm_that_stays_in_front_of_the_fused_op(edit):
+    spec = Spec("nope", dtype=BF16, ir_norm=True)
+    module, before = build_layers(spec), build_layers(spec)
+    for each in (module, before):
+        edit(each, edits.attention(each).kwargs["kv_c_normed"])
+    [fused] = absorbed(module, spec)
+    assert "kv_norm_weight" not in fused.kwargs and find(module, IR[0])
+    for batch in BATCHES.values():
+        assert_same(run_layers(before, spec, batch), run_layers(module, spec, batch), batch)
+
+
+@pytest.mark.parametrize(
+    "name, provider, taken",
+    [("native-no_q_lora", "triton", True), ("native-no_q_lora", "aiter", False),
+     ("flashinfer-q_lora", "triton", False)],
+)  # fmt: skip
+def test_graphs_of_engines_on_a_gpu(name, provider, taken, faster):
+    """With vLLM's products. The query's latents have a norm too, in one kernel of Inductor's."""
     faster((1, 1))
     module = recorded.read(recorded.FOLDER / f"{name}.json.gz")
     facts = Engine(Spec()).facts_of()(*layer_names(Spec()))
@@ -155,6 +218,10 @@ def test_in_front_of_the_fused_op_if_it_is_alone(name, provider, layers, faster)
 
     pipeline.contained(module.graph, Range(start=1, end=4), work)
     record = report._records.pop()
-    assert record.fused and not record.declined
-    assert len(find_all(module, NORM)) == layers * record.fused
-    assert all(node.meta["val"][0].dtype == BF16 for node in find_all(module, NORM))
+    fused = find_all(module, FUSED)
+    assert len(fused) == record.fused > 0 and not find_all(module, NORM)
+    assert all(("kv_norm_weight" in each.kwargs) == taken for each in fused)
+    assert all((variant.kv_norm_epsilon == 1e-6) == taken for variant in record.variants)
+    copies = len(find_all(module, aten.clone.default))
+    MLAFixFunctionalizationPass()(module.graph)
+    assert len(find_all(module, aten.clone.default)) == copies
