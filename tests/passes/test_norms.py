@@ -1,15 +1,18 @@
 """Pass 8: norms beside products of this library, traced from vLLM's IR ops as on a GPU that lets
 launches begin early, and norms of the latents in front of the fused op."""
 
+import operator
+
 import pytest
 import torch
+from torch import fx
 from torch.nn.functional import linear
 from vllm import ir
 from vllm.config.utils import Range
 
 from mla_fusion import ops, projections, report, runtime
 from mla_fusion.passes import pipeline
-from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
+from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass, apart
 from mla_fusion.passes.norms import MLANormPass
 from mla_fusion.passes.projections import MLAProjectionPass
 from mla_fusion.passes.rewrite import drop_dead
@@ -200,6 +203,16 @@ def test_a_norm_that_stays_in_front_of_the_fused_op(edit):
     assert "kv_norm_weight" not in fused.kwargs and find(module, IR[0])
     for batch in BATCHES.values():
         assert_same(run_layers(before, spec, batch), run_layers(module, spec, batch), batch)
+
+
+@pytest.mark.parametrize("stride, distinct", [(24, True), (20, False)])
+def test_parts_of_rows_that_overlap_are_not_apart(stride, distinct):
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    rows.meta["val"] = torch.empty(200).as_strided((5, 24), (stride, 1))
+    split = graph.call_function(aten.split_with_sizes.default, (rows, [16, 8], 1))
+    parts = [graph.call_function(operator.getitem, (split, index)) for index in (0, 1)]
+    assert [apart(a, b) for a in parts for b in parts] == [False, distinct, distinct, False]
 
 
 @pytest.mark.parametrize(
