@@ -119,7 +119,7 @@ _SCHEMAS = {
         f"{_NORM_ARGUMENTS}) -> ()"
     ),
     PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
-    NORM: "(Tensor[] xs, Tensor? residual, Tensor[] norm_weights, float[] epsilons) -> Tensor[]",
+    NORM: "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons) -> Tensor[]",
     CUT: "() -> ()",
 }
 
@@ -159,8 +159,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
     PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
-    NORM: lambda xs, residual, *_: [
-        each.new_empty(each.shape) for each in (*xs, *([] if residual is None else [residual]))
-    ],
+    NORM: lambda xs, added, *_: [x.new_empty(x.shape) for x in (*xs, *added[:1])],
     **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

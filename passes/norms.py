@@ -43,7 +43,7 @@ class MLANormPass:
         result, groups = PassResult(), dict[fx.Node, list[Norm]]()
         for node in graph.nodes:
             if norm := read_norm(node):
-                of = source(norm.x) if norm.residual is None else node
+                of = node if norm.added else source(norm.x)
                 groups.setdefault(of, []).append(norm)
         for group in groups.values():
             if any(norm.node in self.kept for norm in group):
@@ -93,18 +93,15 @@ def _absorb(norm: Norm, region: Sequence[fx.Node]) -> fx.Node:
 
 def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:
     """One op in front of the first norm."""
-    residual = group[0].residual
-    of = [norm.x for norm in group]
-    values = [node.meta["val"].new_empty(node.meta["val"].shape) for node in of]
-    if residual is not None:
-        values.append(values[0].new_empty(values[0].shape))
-    given = of, residual, [norm.weight for norm in group], [norm.epsilon for norm in group]
+    of, added = [norm.x for norm in group], [*group[0].added]
+    values = [node.meta["val"].new_empty(node.meta["val"].shape) for node in (*of, *added[:1])]
+    given = of, added, [norm.weight for norm in group], [norm.epsilon for norm in group]
     with graph.inserting_before(group[0].node):
         new = call(graph, ops.get(ops.NORM), given, values)
         results = [
             call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
         ]
-    if residual is None:
+    if not added:
         for norm, made in zip(group, results, strict=True):
             norm.node.replace_all_uses_with(made)
     else:

@@ -156,36 +156,37 @@ def matrix(
 
 @triton.jit
 def _row(
-    x, residual, w, y, total, epsilon, K: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    x, add0, add1, w, y, total, epsilon, K: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The norm of one row of K elements, of which `residual` may be a part."""
+    """The norm of one row of K elements, to which ADDS others are added, and `total` is the sum."""
     k = tl.arange(0, BLOCK)
     weight = tl.load(w + k, mask=k < K, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    if ADDS:
-        value += tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
+    if ADDS > 0:
+        value += tl.load(add0 + k, mask=k < K, other=0.0).to(tl.float32)
+        if ADDS > 1:
+            value += tl.load(add1 + k, mask=k < K, other=0.0).to(tl.float32)
         tl.store(total + k, value.to(total.dtype.element_ty), mask=k < K)
     root = tl.rsqrt(tl.sum(value * value) / K + epsilon)
     tl.store(y + k, (value * root * weight).to(y.dtype.element_ty), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["row0", "row1", "residual_row"])
+@triton.jit(do_not_specialize=["row0", "row1", "row2", "row3"])
 def rms_norm(
-    x0, x1, residual, w0, w1, y0, y1, total, row0, row1, residual_row, epsilon0, epsilon1,
+    x0, x1, add0, add1, w0, w1, y0, y1, total, row0, row1, row2, row3, epsilon0, epsilon1,
     K0: tl.constexpr, K1: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row `program_id(0)` of norm `program_id(1)`. K1: 0 for one norm. ADDS: of the first, `total`
-    is x + residual."""
+    """Row `program_id(0)` of norm `program_id(1)`. K1: 0 for one norm. ADDS: of the first."""
     t = tl.program_id(0)
     if tl.program_id(1) == 0:
-        add, sums = residual + t * residual_row * ALIGN, total + t * K0
-        x = x0 + t * row0 * ALIGN
-        _row(x, add, w0, y0 + t * K0, sums, epsilon0, K0, BLOCK, ADDS, PDL)
+        x, sums = x0 + t * row0 * ALIGN, total + t * K0
+        a, b = add0 + t * row2 * ALIGN, add1 + t * row3 * ALIGN
+        _row(x, a, b, w0, y0 + t * K0, sums, epsilon0, K0, BLOCK, ADDS, PDL)
     elif K1 > 0:
         x = x1 + t * row1 * ALIGN
-        _row(x, x1, w1, y1 + t * K1, x1, epsilon1, K1, BLOCK, False, PDL)
+        _row(x, x1, x1, w1, y1 + t * K1, x1, epsilon1, K1, BLOCK, 0, PDL)

@@ -19,14 +19,14 @@ def in_float64(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    residual: torch.Tensor | None = None, wide: torch.dtype = torch.float32,
+    added: Sequence[torch.Tensor] = (), wide: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:  # fmt: skip
     """See `mla_fusion.projections.triton.normalize`; computed in the type `wide`."""
     values = [x.to(wide) for x in xs]
-    if residual is not None:
-        values[0] = values[0] + residual.to(wide)
+    for term in added:
+        values[0] = values[0] + term.to(wide)
     found = [
         value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon) * weight.to(wide)
         for value, weight, epsilon in zip(values, weights, epsilons, strict=True)
     ]
-    return [each.to(xs[0].dtype) for each in (*found, *values[: residual is not None])]
+    return [each.to(xs[0].dtype) for each in (*found, *values[: len(added) > 0])]

@@ -53,26 +53,23 @@ def launch_arguments(
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    residual: torch.Tensor | None = None,
+    added: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The RMSNorm of each of one or two x [T, K] with a weight [K], dense, and with a residual
-    [T, K], which is added to the first x, that sum too: all of one type, bf16 or fp16, computed in
-    fp32 and rounded once. Rows of x may be strided, their elements not."""
+    """The RMSNorm of each of one or two x [T, K] with a weight [K], dense, and with one or two
+    tensors [T, K] that are added to the first x, that sum too: all of one type, bf16 or fp16,
+    computed in fp32 and rounded once. Rows may be strided, their elements not."""
     from mla_fusion.projections import kernel
 
-    outputs = [x.new_empty(x.shape) for x in xs]
-    if residual is not None:
-        outputs.append(residual.new_empty(residual.shape))
-    first, last, add = xs[0], xs[-1], xs[0] if residual is None else residual
-    strides = [x.stride(0) if len(x) > 1 else 0 for x in (first, last, add)]
+    outputs = [x.new_empty(x.shape) for x in (*xs, *added[:1])]
+    rows = first, _, *_ = xs[0], xs[-1], *(added or xs)[:1], *(added or xs)[-1:]
+    strides = [x.stride(0) if len(x) > 1 else 0 for x in rows]
     align = 1 if any(stride % 8 for stride in strides) else 8
-    row0, row1, residual_row = (stride // align for stride in strides)
     widths = [x.shape[1] for x in xs]
     block = next_power_of_two(max(widths))
     kernel.rms_norm[len(first), len(xs)](
-        first, last, add, weights[0], weights[-1], outputs[0], outputs[len(xs) - 1], outputs[-1],
-        row0, row1, residual_row, epsilons[0], epsilons[-1], K0=widths[0],
-        K1=widths[1] if len(xs) > 1 else 0, BLOCK=block, ADDS=residual is not None, ALIGN=align,
+        *rows, weights[0], weights[-1], outputs[0], outputs[len(xs) - 1], outputs[-1],
+        *(stride // align for stride in strides), epsilons[0], epsilons[-1], K0=widths[0],
+        K1=widths[1] if len(xs) > 1 else 0, BLOCK=block, ADDS=len(added), ALIGN=align,
         num_warps=max(1, min(16, block // 256)), **early_launch(first.device),
     )  # fmt: skip
     return outputs

@@ -90,7 +90,7 @@ def _normalized(
     kv_c: torch.Tensor, weight: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:  # fmt: skip
     """The latents as vLLM's code takes them, of a layer whose fused op has their norm."""
-    return kv_c if weight is None else projection.normalize([kv_c], None, [weight], [epsilon])[0]
+    return kv_c if weight is None else projection.normalize([kv_c], [], [weight], [epsilon])[0]
 
 
 def _explain(error: Exception, provider: str, when: str) -> None:

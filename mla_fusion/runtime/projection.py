@@ -24,12 +24,12 @@ def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def normalize(
-    xs: Sequence[torch.Tensor], residual: torch.Tensor | None, weights: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor], added: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
     epsilons: Sequence[float],
 ) -> list[torch.Tensor]:  # fmt: skip
     """See `mla_fusion.projections.triton.normalize`; for any number of tokens, on any device."""
     if not xs[0].is_cuda:
-        return reference.normalize(xs, weights, epsilons, residual)
+        return reference.normalize(xs, weights, epsilons, added)
     from mla_fusion.projections import triton
 
-    return triton.normalize(xs, weights, epsilons, residual)
+    return triton.normalize(xs, weights, epsilons, added)

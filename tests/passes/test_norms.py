@@ -18,7 +18,7 @@ from mla_fusion.passes.projections import MLAProjectionPass
 from mla_fusion.passes.rewrite import drop_dead
 from mla_fusion.projections import reference
 from tests.gpus import imitate
-from tests.passes import edits, recorded
+from tests.passes import declare, edits, recorded
 from tests.passes.fake_engine import BATCHES, Engine, assert_same, fuse
 from tests.passes.fake_engine import run as run_layers
 from tests.passes.graphs import LATENT, Spec, find, find_all, layer_names, printed
@@ -34,23 +34,46 @@ EPSILON = 1e-5
 runtime.register_ops()
 
 
-def vllms(x, weight, residual=None):
-    if residual is None:
+def _experts(x):
+    return x.sin(), x.cos()
+
+
+declare.op(
+    "mla_fusion_tests", "experts(Tensor x) -> (Tensor, Tensor)", _experts,
+    fake=lambda x: (torch.empty_like(x), torch.empty_like(x)),
+)  # fmt: skip
+
+
+def vllms(x, weight, *added):
+    if not added:
         return ir.ops.rms_norm(x, weight, EPSILON)
-    return ir.ops.fused_add_rms_norm(x, residual, weight, EPSILON)
+    for term in added[:-1]:
+        x = x + term
+    return ir.ops.fused_add_rms_norm(x, added[-1], weight, EPSILON)
 
 
-def rounded_once(x, weight, residual=None):
-    made = reference.normalize([x], [weight], [EPSILON], residual)
-    return made[0] if residual is None else tuple(made)
+def rounded_once(x, weight, *added):
+    made = reference.normalize([x], [weight], [EPSILON], added)
+    return tuple(made) if added else made[0]
 
 
 def in_front(norm):
-    """Of products: of what another op makes and a residual, which the next layer reads."""
+    """Of products: of a value and a residual, which the next layer reads."""
 
     def model(t):
-        x, added = norm(t["x"].sin(), t["gain_x"], t["residual"])
-        return linear(x, t["w_q"]), linear(x, t["w_kv"]), added
+        x, total = norm(t["x"], t["gain_x"], t["residual"])
+        return linear(x, t["w_q"]), linear(x, t["w_kv"]), total
+
+    return model
+
+
+def of_experts(norm):
+    """The same of what shared and routed experts make."""
+
+    def model(t):
+        shared, routed = torch.ops.mla_fusion_tests.experts(t["x"])
+        x, total = norm(shared, t["gain_x"], routed, t["residual"])
+        return linear(x, t["w_q"]), total
 
     return model
 
@@ -65,7 +88,9 @@ def behind(norm):
     return model
 
 
-MODELS = {made: [made(norm) for norm in (vllms, rounded_once)] for made in (in_front, behind)}
+MODELS = {
+    made: [made(norm) for norm in (vllms, rounded_once)] for made in (in_front, of_experts, behind)
+}
 
 
 @pytest.fixture
@@ -103,7 +128,7 @@ def test_norms_become_one_launch_that_rounds_once(made, faster):
 @pytest.mark.parametrize(
     "made, launches, taken",
     [
-        (in_front, [(K, KV)], True), (in_front, [(1, 1)], False),
+        (in_front, [(K, KV)], True), (in_front, [(1, 1)], False), (of_experts, [(K, Q)], True),
         # The norms go together where the product in front is ours, or that behind either.
         (behind, [(K, Q)], True), (behind, [(KV, OUT)], True), (behind, [(1, 1)], False),
     ],
@@ -123,7 +148,19 @@ def test_not_where_no_launch_begins_early(faster, monkeypatch):
     assert not find_all(module, NORM) and find_all(module, PROJECTION)
 
 
+def of_sum(x, t, value, alpha=1):
+    """A norm of a sum and a residual."""
+    total = torch.add(torch.ops.mla_fusion_tests.experts(x)[0], value, alpha=alpha)
+    return ir.ops.fused_add_rms_norm(total, t["residual"], t["gain_x"], EPSILON)[0], total
+
+
 NEAR_MISSES = {
+    "computed": lambda x, t: ir.ops.rms_norm(x.sin(), t["gain_x"], EPSILON),
+    "a computed term": lambda x, t: of_sum(x, t, x.sin())[0],
+    "a number": lambda x, t: of_sum(x, t, 2.0)[0],
+    "a broadcast term": lambda x, t: of_sum(x, t, t["gain_x"])[0],
+    "a scaled term": lambda x, t: of_sum(x, t, x, 3)[0],
+    "a sum with another reader": lambda x, t: sum(of_sum(x, t, x)),
     "of a part": lambda x, t: ir.ops.rms_norm(x, t["gain_x"], EPSILON, K // 2),
     "without weight": lambda x, t: ir.ops.rms_norm(x, None, EPSILON),
     "another weight": lambda x, t: ir.ops.rms_norm(x, t["gain_x"] + 1, EPSILON),
@@ -136,7 +173,7 @@ def test_near_miss_is_kept(name, faster):
     faster()
     module = build(lambda t: linear(NEAR_MISSES[name](t["x"], t), t["w_q"]))
     rewrite(module)
-    assert not find_all(module, NORM) and find(module, IR[0])
+    assert not find_all(module, NORM) and [n for op in IR for n in find_all(module, op)]
 
 
 def test_a_weight_of_another_type_and_a_layer_that_is_left_out(faster):

@@ -49,7 +49,7 @@ def test_norms_are_right(case):
 NORM_BUGS = {
     "rounded twice": lambda xs, w, e, r: [a * b for a, b in zip(
         normalize(xs, [torch.ones_like(a) for a in w], e, r), [*w, 1], strict=False)],
-    "no residual": lambda xs, w, e, r: normalize(xs, w, e, r if r is None else r * 0),
+    "no residual": lambda xs, w, e, r: normalize(xs, w, e, [each * 0 for each in r]),
     "epsilons": lambda xs, w, e, r: normalize(xs, w, e[::-1], r),
     "rows": lambda xs, w, e, r: [y.roll(1, 0) for y in normalize(xs, w, e, r)],
 }  # fmt: skip

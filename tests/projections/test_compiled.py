@@ -74,13 +74,13 @@ def norm(monkeypatch):
         xs = [meta(tokens, row)[:, :k] for k in widths]
         with imitated("sm_90"):
             weights = [meta(k) for k in widths]
-            normalize(xs, weights, [1e-6] * len(xs), xs[0] if adds else None)
+            normalize(xs, weights, [1e-6] * len(xs), xs * adds)
         return original, *launched.pop()
 
     return arguments
 
 
-@pytest.mark.parametrize("widths, adds", [((2048,), True), ((512,), False), ((768, 512), False)])
+@pytest.mark.parametrize("widths, adds", [((2048,), 1), ((2048,), 2), ((512,), 0), ((768, 512), 0)])
 def test_a_norm_writes_and_signals_behind_its_wait(widths, adds, norm):
     code, *given = norm(1, widths, adds)
     found = compile_report("sm_90", code, *given)
@@ -91,6 +91,6 @@ def test_a_norm_writes_and_signals_behind_its_wait(widths, adds, norm):
 
 
 def test_tokens_and_rows_are_no_variant_of_a_norm(norm):
-    given = [norm(tokens, (768, 512), False, row)[1:] for tokens, row in
+    given = [norm(tokens, (768, 512), 0, row)[1:] for tokens, row in
              itertools.product((1, 2, 16), (2048, 2112))]  # fmt: skip
-    assert is_one_variant("sm_90", norm(1, (8,), False)[0], given)
+    assert is_one_variant("sm_90", norm(1, (8,), 0)[0], given)

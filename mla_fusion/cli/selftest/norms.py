@@ -2,7 +2,7 @@
 each launch must wait for the one in front."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,21 @@ from mla_fusion.projections.triton import launch, normalize
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. widths: K of each x. adds: there is a residual. odd: rows begin at no multiple of 16
-    bytes. hostile: rows of zeros, with a NaN, and with an infinity."""
+    """A call. widths: K of each x. adds: terms beside the first x. odd: rows begin at no multiple
+    of 16 bytes. hostile: rows of zeros, with a NaN, and with an infinity."""
 
     tokens: int
     widths: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
-    adds: bool = False
+    adds: int = 0
     odd: bool = False
     hostile: bool = False
 
 
 CASES = (
-    Case(1, (2048,), adds=True), Case(3, (7168,), adds=True, hostile=True), Case(1, (512,)),
+    Case(1, (2048,), adds=1), Case(3, (7168,), adds=2, hostile=True), Case(1, (512,)),
     Case(5, (768, 512)), Case(40, (512, 1536), torch.float16, odd=True),
-    Case(4, (100, 33), hostile=True), Case(4, (1100,), odd=True, adds=True),
+    Case(4, (100, 33), hostile=True), Case(4, (1100,), odd=True, adds=2),
 )  # fmt: skip
 
 
@@ -51,10 +51,9 @@ def against(case: Case, device: str) -> Outcome:
     gives in some order of the sum, with one rounding."""
     given = build(case, device)
     results, again = normalize(*given), normalize(*given)
-    xs, weights, epsilons, residual = given
-    wide = [x.double() for x in xs], [w.double() for w in weights], epsilons
-    exact = reference.normalize(*wide, None if residual is None else residual.double(),
-                                torch.float64)  # fmt: skip
+    xs, weights, epsilons, added = given
+    wide = _wide(xs), _wide(weights), epsilons, _wide(added)
+    exact = reference.normalize(*wide, torch.float64)
     notes, worst, info = [], 0.0, torch.finfo(case.dtype)
     for got, want in zip(results, exact, strict=True):
         other = ~want.isfinite()
@@ -79,12 +78,16 @@ def build(case: Case, device: str) -> tuple[Any, ...]:
 
     xs = [rows(k) for k in case.widths]
     weights = [torch.randn(k).to(device, case.dtype) for k in case.widths]
-    residual = rows(case.widths[0]) if case.adds else None
+    added = [rows(case.widths[0]) for _ in range(case.adds)]
     if case.hostile:
-        for x in xs if residual is None else (*xs, residual):
+        for x in (*xs, *added):
             x[0] = 0
         xs[-1][1, 3], xs[0][2, 5] = NAN, INFINITY
-    return xs, weights, [1e-6, 1e-3][: len(xs)], residual
+    return xs, weights, [1e-6, 1e-3][: len(xs)], added
+
+
+def _wide(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.double() for x in tensors]
 
 
 def chained(rounds: int) -> Iterator[Outcome]:
@@ -98,7 +101,7 @@ def chained(rounds: int) -> Iterator[Outcome]:
     def chain(_: int, between: Any = lambda: None) -> torch.Tensor:
         y = added = x
         for weight in weights:
-            y, added = normalize([y], [gain], [1e-6], added)
+            y, added = normalize([y], [gain], [1e-6], [added])
             between()
             [y] = launch(plan, y, [weight])
             between()
