@@ -10,11 +10,12 @@
     mla_attention_with_group_quantized_output       the same, its output in fp8 for o_proj, with a
     mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
     projection                                      products of up to 16 tokens
+    rms_norm                                        one or two norms beside our launches
     end_of_piece                                    marks where a graph is cut; never runs
 
 The fused op and the three behind it write into buffers of the graph and return nothing: under
 piecewise CUDA graphs they run between captured pieces, which read fixed addresses. `projection`
-reads no metadata and is captured like a linear layer, so it returns its results.
+and `rms_norm` read no metadata and are captured like a linear layer, so they return their results.
 
 By `layer_name`, a string or, on some torch versions, an opaque object, an op finds the layer, its
 KV cache and the batch's metadata in vLLM's forward context.
@@ -35,6 +36,7 @@ ATTENTION = "mla_attention_with_prepared_query"
 GROUP_ATTENTION = "mla_attention_with_group_quantized_output"
 TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 PROJECTION = "projection"
+NORM = "rms_norm"
 CUT = "end_of_piece"
 
 
@@ -70,7 +72,8 @@ class Quantization(StrEnum):
 @dataclass(frozen=True)
 class Variant:
     """The properties of a fused op that its kernel is compiled for, before it is needed.
-    Types are names in torch; those of cosines and of query factors are empty where none are."""
+    Types are names in torch; those of cosines and of query factors are empty where none are, and
+    epsilon is that of the norm of kv_c, if the op has it."""
 
     is_neox: bool
     rope_dim: int
@@ -78,6 +81,7 @@ class Variant:
     query_dtype: str
     kv_cache_dtype: str
     factor_dtype: str = ""
+    kv_norm_epsilon: float | None = None
 
 
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
@@ -92,6 +96,7 @@ _UPDATE_ARGUMENTS = (
     "Tensor? positions, Tensor? cos_sin_cache, Tensor? q_factor, Tensor k_scale, "
     "{layer_name} layer_name, str kv_cache_dtype, str rope, bool is_neox"
 )
+_NORM_ARGUMENTS = "Tensor? kv_norm_weight=None, float kv_norm_epsilon=0.0"
 _SCHEMAS = {
     ROPE_UPDATE: f"(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, {_UPDATE_ARGUMENTS}) -> Tensor",
     Q_PREP: (
@@ -100,16 +105,21 @@ _SCHEMAS = {
     ),
     FUSED: (
         "(Tensor(a!) q, Tensor kv_c, Tensor(b!) k_pe, Tensor(c!) prepared_q, "
-        f"{_UPDATE_ARGUMENTS}, str provider) -> ()"
+        f"{_UPDATE_ARGUMENTS}, str provider, {_NORM_ARGUMENTS}) -> ()"
     ),
-    ATTENTION: f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None) -> ()",
+    ATTENTION: (
+        f"({_ATTENTION_ARGUMENTS}, Tensor? kv_cache_dummy_dep=None, {_NORM_ARGUMENTS}) -> ()"
+    ),
     GROUP_ATTENTION: (
-        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales, str quantization) -> ()"
+        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor(c!) scales, str quantization, "
+        f"{_NORM_ARGUMENTS}) -> ()"
     ),
     TENSOR_ATTENTION: (
-        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization) -> ()"
+        f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization, "
+        f"{_NORM_ARGUMENTS}) -> ()"
     ),
     PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
+    NORM: "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons) -> Tensor[]",
     CUT: "() -> ()",
 }
 
@@ -149,5 +159,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
     PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
+    NORM: lambda xs, added, *_: [x.new_empty(x.shape) for x in (*xs, *added[:1])],
     **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

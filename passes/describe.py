@@ -34,7 +34,10 @@ def variant(fused: fx.Node) -> ops.Variant:
     typed = (args[name] for name in ("cos_sin_cache", "prepared_q", "q_factor"))
     table, query, factor = (str(dtype_of(n) if n else "").removeprefix("torch.") for n in typed)
     rope_dim = args["k_pe"].meta["val"].shape[-1]
-    return ops.Variant(args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"], factor)
+    normed = args.get("kv_norm_weight") is not None
+    epsilon = args["kv_norm_epsilon"] if normed else None
+    kept = args["is_neox"], rope_dim, table, query, args["kv_cache_dtype"]
+    return ops.Variant(*kept, factor, epsilon)
 
 
 def layer_of(attention: fx.Node, calls: Container[fx.Node]) -> list[Node]:

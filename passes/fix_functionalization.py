@@ -98,6 +98,29 @@ def _overlaps(target: fx.Node) -> bool:
     return False
 
 
+def apart(a: fx.Node, b: fx.Node) -> bool:
+    """True if no memory is shown by both: each is a view of another part of one split, of a value
+    of which no two elements are one."""
+    return any(
+        split is other and index != part and not _overlaps(split.args[0])  # type: ignore[arg-type]
+        for split, index in _parts(a)
+        for other, part in _parts(b)
+    )
+
+
+def _parts(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Every split of which `node` is a view of one part, and the index of that part."""
+    found = []
+    while is_view(node) and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem:
+            if source.target not in (aten.split_with_sizes.default, aten.split.Tensor):
+                break
+            found.append((source, node.args[1]))
+        node = source
+    return found
+
+
 def _scatters_back(mutated: fx.Node, target: fx.Node) -> list[fx.Node]:
     """Each slice_scatter that only puts a mutated slice back where it lies: `target` is
     slice(whole, dim, start, ...), and it writes to the same place of a value equal to `whole`."""
@@ -141,6 +164,7 @@ def _read_later(memory: Memory, target: fx.Node, node: fx.Node, ignored: list[fx
     shown = memory.viewers(origins, {node, *node.users, *ignored})
     given: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), given.append)
+    shown = {value for value in shown if not apart(value, target)}
     if sum(value in shown for value in given) > 1:
         return True
     readers = {

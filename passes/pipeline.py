@@ -6,6 +6,7 @@
 4  MLAAiterQkRopeKVCacheFusionPass             fuse.py
 6  MLADecodeOutputFusionPass                   output.py
 7  MLAProjectionPass                           projections.py
+8  MLANormPass                                 norms.py
 5  MLAFixFunctionalizationPass                 fix_functionalization.py, after the cleanup"""
 
 import dataclasses
@@ -34,6 +35,7 @@ from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
+from mla_fusion.passes.norms import MLANormPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.projections import MLAProjectionPass, described, left_out
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
@@ -60,7 +62,7 @@ def piece_of(layer_names: Iterable[str]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class MLAFusionPass(InductorPass):
-    """Passes 2 to 4, 6 and 7, on every graph whose token range lies inside the decode bucket.
+    """Passes 2 to 4 and 6 to 8, on every graph whose token range lies inside the decode bucket.
 
     The mla_fusion plugin adds it to vLLM's pass manager. Without the plugin it is one object for
     vLLM's hook for custom passes:
@@ -119,7 +121,7 @@ class MLAFusionPass(InductorPass):
         _show("before", graph)
         partition_ops = torch._inductor.config.custom_should_partition_ops
         if not calls:  # the last piece of a model begins behind its last attention
-            project(graph, self.projections, record)
+            project(graph, self.projections, record, self.provider)
         elif ATTENTION in partition_ops and not {*ops.RUNTIME_OPS} <= {*partition_ops}:
             record.declined = {Decline("splitting-ops"): len(calls)}
         else:
@@ -212,7 +214,7 @@ def fuse(
     graph: fx.Graph, facts_of: FactsOf, provider: str, record: report.RangeReport,
     projections: str = "vllm",
 ) -> None:  # fmt: skip
-    """Run passes 2 to 4, 6 and 7 on `graph`; fill in `record`. A layer that cannot be fused is left
+    """Run passes 2 to 4 and 6 to 8 on `graph`; fill in `record`. A layer that cannot be fused stays
     as it was. One that a pass rewrote and the next did not is an error for `contained`."""
     # vLLM's own passes leave nodes before what they read; its cleanup after this one sorts too.
     stable_topological_sort(graph)
@@ -237,11 +239,11 @@ def fuse(
     done("6")
     record.declined = report.counted(canonical.declined)
     record.fused = len(fused.rewritten)
-    record.variants = [*dict.fromkeys(map(describe.variant, fused.rewritten.values()))]
     quantized: list[Any] = [node.kwargs.get("quantization") for node in attention]
     record.outputs = Counter(ops.Quantization(q).kind if q else "none" for q in quantized)
     record.plain_outputs = report.counted(finished.declined)
-    project(graph, projections, record, kept)
+    project(graph, projections, record, provider, kept)
+    record.variants = [*dict.fromkeys(map(describe.variant, fused.rewritten.values()))]
     if fused.rewritten:
         # The last one that fused.
         name, node = [*canonical.rewritten][-1], [*fused.rewritten.values()][-1]
@@ -250,10 +252,11 @@ def fuse(
 
 
 def project(
-    graph: fx.Graph, projections: str, record: report.RangeReport, kept: Set[fx.Node] = frozenset()
-) -> None:
-    """Run pass 7 on `graph`, but for the nodes `kept`, unless `projections` is "vllm"; fill in
-    `record`."""
+    graph: fx.Graph, projections: str, record: report.RangeReport, provider: str,
+    kept: Set[fx.Node] = frozenset(),
+) -> None:  # fmt: skip
+    """Run passes 7 and 8 on `graph`, but for the nodes `kept`, unless `projections` is "vllm"; fill
+    in `record`."""
     if projections == "vllm":
         return
     stable_topological_sort(graph)
@@ -265,6 +268,12 @@ def project(
         drop_dead(graph, made.dead)
         graph.lint()
     done("7")
+    normed = MLANormPass(provider, kept)(graph)
+    if normed.rewritten:
+        stable_topological_sort(graph)  # the second norm's input may come behind the first norm
+        drop_dead(graph, normed.dead)
+        graph.lint()
+    done("8")
 
 
 def by_argument(facts: Mapping[str, eligibility.LayerFacts]) -> FactsOf:

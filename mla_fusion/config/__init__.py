@@ -38,8 +38,8 @@ class Options:
         attention: who decodes with the prepared query: "portable", this library's persistent
             decode; "aiter", AITER's by a plan of this library; "vllm", vLLM's backend; or "auto"
             (default): the first where it was measured not slower than the last, else the last.
-        projections: who computes products of up to 16 tokens: "vllm", or "auto" (default): this
-            library where it was measured faster.
+        projections: who computes products of up to 16 tokens, and norms beside them: "vllm", or
+            "auto" (default): this library where it was measured faster.
         max_split_per_batch: with "aiter", a budget of this many splits for each sequence, shared by
             all of a batch; -1 (default) for none.
         layers: the layers that fuse, by vLLM's index: "0-30", "5" or "0-3,7"; empty (default) for

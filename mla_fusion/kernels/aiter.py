@@ -104,6 +104,8 @@ def fused_mla_decode_prep(inputs: Inputs) -> torch.Tensor:
         raise ValueError(f"AITER's {w_uk_t.kind} product is one of bf16: q is {q.dtype}")
     if inputs.context_parallel:
         raise ValueError("AITER leaves out a query whose slot is -1: use the triton provider")
+    if inputs.kv_norm_weight is not None:
+        raise ValueError("AITER normalizes no latents: normalize kv_c first")
     validate(inputs, aiter.dtypes.fp8)
     if inputs.q_factor is not None:
         q = scale(q, inputs.q_factor)

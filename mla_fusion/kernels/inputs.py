@@ -29,6 +29,8 @@ class Inputs(NamedTuple):
     q_factor: torch.Tensor | None = None
     context_parallel: bool = False
     derived: dict[Any, Any] | None = None
+    kv_norm_weight: torch.Tensor | None = None
+    kv_norm_epsilon: float = 0.0
     batch_invariant: bool = False
 
 
@@ -36,9 +38,11 @@ def padded_batch(
     tokens: int, *, w_uk_t: Any, kv_cache: torch.Tensor, cos_sin_cache: torch.Tensor | None,
     k_scale: torch.Tensor, q_scale: torch.Tensor, rope_dim: int, is_neox: bool,
     q_dtype: torch.dtype, factor_dtype: torch.dtype | None = None, context_parallel: bool = False,
+    kv_norm_epsilon: float | None = None,
 ) -> Inputs:  # fmt: skip
     """A batch of `tokens` padded rows for one layer, dense zeros that write nothing into its cache.
-    rope_dim: R; q_dtype: of q_out; factor_dtype: of q_factor, if the layer has one."""
+    rope_dim: R; q_dtype: of q_out; factor_dtype, kv_norm_epsilon: of q_factor and of the norm of
+    kv_c, if the layer has one."""
     heads, nope, latent = w_uk_t.shape
     slots = torch.full((tokens,), -1, device=w_uk_t.device)
     factor = None if factor_dtype is None else slots.new_ones(tokens, dtype=factor_dtype)
@@ -48,6 +52,8 @@ def padded_batch(
     return Inputs(
         q, w_uk_t, kv_c, k_pe, kv_cache, slots, torch.zeros_like(slots), cos_sin_cache, k_scale,
         q_scale, is_neox, q_out, factor, context_parallel,
+        kv_norm_weight=None if kv_norm_epsilon is None else kv_c.new_ones(latent),
+        kv_norm_epsilon=kv_norm_epsilon or 0.0,
     )  # fmt: skip
 
 
@@ -71,7 +77,7 @@ def check_whole(name: str, value: Any) -> None:
 
 def validate(inputs: Inputs) -> None:
     """Raise ValueError with the offending argument unless shapes and types fit together."""
-    optional = {"cos_sin_cache", "q_factor"}
+    optional = {"cos_sin_cache", "q_factor", "kv_norm_weight"}
     for name in ("q", "kv_c", "k_pe", "kv_cache", "slot_mapping", "positions", "q_out", *optional):
         value = getattr(inputs, name)
         ok = isinstance(value, torch.Tensor) or (value is None and name in optional)
@@ -79,6 +85,9 @@ def validate(inputs: Inputs) -> None:
     for name in ("is_neox", "context_parallel", "batch_invariant"):
         value = getattr(inputs, name)
         check(name, isinstance(value, bool), "True or False", value)
+    epsilon: Any = inputs.kv_norm_epsilon
+    ok = isinstance(epsilon, float) and 0 <= epsilon < 1
+    check("kv_norm_epsilon", ok, "a float of 0 to 1", epsilon)
     q, w_uk_t, q_out = inputs.q, inputs.w_uk_t, inputs.q_out
     kv_cache, angles = inputs.kv_cache, inputs.cos_sin_cache
     check("q", q.dim() == 3, "[T, H, P + R]", q)
@@ -107,6 +116,7 @@ def validate(inputs: Inputs) -> None:
         "positions": ((tokens,), (torch.int64,)),
         "q_factor": ((tokens,), wide_too),
         "cos_sin_cache": ((*rows, rope), wide_too),
+        "kv_norm_weight": ((latent,), (act,)),
     }
     for name, (shape, dtypes) in expected.items():
         if (tensor := getattr(inputs, name)) is None:
@@ -114,7 +124,7 @@ def validate(inputs: Inputs) -> None:
         check(name, tensor.shape == shape, f"of shape {shape}", tuple(tensor.shape))
         check(name, tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
         check(name, tensor.device == q.device, f"on {q.device}, as q", tensor.device)
-        if name in ("q_out", "q_factor"):
+        if name in ("q_out", "q_factor", "kv_norm_weight"):
             check(name, tensor.is_contiguous(), "dense", tensor.stride())
     check("kv_cache", kv_cache.shape[1] > 0, "of blocks of 1 token or more", tuple(kv_cache.shape))
     check("kv_cache", kv_cache.stride(-1) == 1, "dense in its last dimension", kv_cache.stride())

@@ -46,6 +46,13 @@ def cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tens
     return (x.float() * (1.0 / scale.float())).clamp(-largest, largest).to(dtype)
 
 
+def normalize(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of `x` [T, L] with `weight` [L], in fp32, rounded once to the type of x."""
+    wide = x.float()
+    unit = wide * torch.rsqrt((wide * wide).mean(dim=1, keepdim=True) + epsilon)
+    return (unit * weight.float()).to(x.dtype)
+
+
 def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` [T, H, n], rounded to the activation type `dtype`, times `factor` [T], rounded again:
     the product of two of its numbers is computed in fp32, as is that with an fp32 factor."""
@@ -74,7 +81,10 @@ def fused_mla_decode_prep(
     query = torch.cat(halves, dim=-1).view(torch.uint8).masked_fill(~valid.view(-1, 1, 1), 0)
     q_out.copy_(query.view(q_out.dtype))
 
-    halves = [cast(half, kv_cache.dtype, inputs.k_scale) for half in (inputs.kv_c, k_pe)]
+    kv_c = inputs.kv_c
+    if inputs.kv_norm_weight is not None:
+        kv_c = normalize(kv_c, inputs.kv_norm_weight, inputs.kv_norm_epsilon)
+    halves = [cast(half, kv_cache.dtype, inputs.k_scale) for half in (kv_c, k_pe)]
     rows = torch.cat(halves, dim=-1).view(torch.uint8)[stored]
     slots = inputs.slot_mapping[stored]
     kv_cache.view(torch.uint8)[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = rows

@@ -93,8 +93,8 @@ class Form:
 
     Q_LIMIT, K_LIMIT: `_limit` of query and cache. ALIGN: the row strides of q, kv_c and k_pe come
     divided by it. ALL_ROWS: a row with a slot below 0 is no padding and has a query. ONE_TOKEN: the
-    rotated rows of a program are of one token. DIRECT: see `triton_kernels.py`. P_PAD, R_PAD,
-    L_PAD: ranges of Triton's, powers of two."""
+    rotated rows of a program are of one token. DIRECT: see `triton_kernels.py`. EPSILON: of the
+    norm of kv_c. P_PAD, R_PAD, L_PAD: ranges of Triton's, powers of two."""
 
     P: int
     R: int
@@ -111,6 +111,7 @@ class Form:
     ALL_ROWS: bool
     ONE_TOKEN: bool
     DIRECT: bool
+    EPSILON: float
     plan: Plan
 
 
@@ -174,15 +175,16 @@ def launch_arguments(plan: Plan, inputs: Inputs) -> dict[str, Any]:
         Q_LIMIT=_limit(q_out.dtype, here), K_LIMIT=_limit(kv_cache.dtype, here),
         BLOCK_SIZE=kv_cache.shape[1], ROPE=angles is not None, NEOX=inputs.is_neox, ALIGN=align,
         ALL_ROWS=inputs.context_parallel, ONE_TOKEN=heads % plan.rope_rows == 0,
-        DIRECT=_direct(plan, w_uk_t, q_out.dtype, here), plan=plan,
+        DIRECT=_direct(plan, w_uk_t, q_out.dtype, here), EPSILON=inputs.kv_norm_epsilon, plan=plan,
     )  # fmt: skip
     return {
         "q_ptr": q, "w_ptr": w_uk_t, "kv_c_ptr": kv_c, "k_pe_ptr": k_pe, "cache_ptr": kv_cache,
         "slot_ptr": inputs.slot_mapping, "position_ptr": inputs.positions,
         "cos_sin_ptr": inputs.positions if angles is None else angles,
         "k_scale_ptr": inputs.k_scale, "q_scale_ptr": inputs.q_scale,
-        "factor_ptr": inputs.q_factor, "out_ptr": q_out, "tokens": tokens, "heads": heads,
-        "q_row": q_row, "q_head": q.stride(1), "w_head": w_head, "w_row": w_row, "w_col": w_col,
+        "factor_ptr": inputs.q_factor, "norm_ptr": inputs.kv_norm_weight, "out_ptr": q_out,
+        "tokens": tokens, "heads": heads, "q_row": q_row, "q_head": q.stride(1),
+        "w_head": w_head, "w_row": w_row, "w_col": w_col,
         "kv_c_row": kv_c_row, "k_pe_row": k_pe_row, "cache_block": cache_block,
         "cache_entry": cache_entry, "cos_sin_row": 0 if angles is None else angles.stride(0),
         "FORM": form, "num_warps": plan.num_warps, "num_stages": 2,

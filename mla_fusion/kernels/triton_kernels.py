@@ -216,13 +216,14 @@ def product(given, work, form: tl.constexpr, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "heads", "q_row", "kv_c_row", "k_pe_row"])
 def mla_prep(
     q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, k_scale_ptr,
-    q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row, w_col, kv_c_row,
-    k_pe_row, cache_block, cache_entry, cos_sin_row, FORM: tl.constexpr, PDL: tl.constexpr,
+    q_scale_ptr, factor_ptr, norm_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row, w_col,
+    kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row, FORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes and types are those of `kernels.fused_mla_decode_prep`; FORM is a
     `triton.Form`, whose `plan` gives BLOCK_M and other sizes their values. `factor_ptr` is None for
-    a query without a factor: the machine code then has no trace of it. PDL: the launch has the
-    programmatic-dependent-launch attribute."""
+    a query without a factor, `norm_ptr` for latents that are normalized: the machine code then has
+    no trace of it. PDL: the launch has the programmatic-dependent-launch attribute."""
     # The factor shows Triton the alignment, which decides between 16-byte and 2-byte loads;
     # tl.multiple_of has no effect on an argument.
     q_row = q_row * FORM.ALIGN
@@ -234,7 +235,7 @@ def mla_prep(
     given = Given(
         q_ptr, w_ptr, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
         k_scale_ptr, q_scale_ptr, factor_ptr, out_ptr, tokens, heads, q_row, q_head, w_head, w_row,
-        w_col, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row,
+        w_col, kv_c_row, k_pe_row, cache_block, cache_entry, cos_sin_row, norm_ptr,
     )  # fmt: skip
     cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)
     rest = cache_programs + tl.cdiv(tokens * heads, FORM.plan.rope_rows)

@@ -15,7 +15,7 @@ import triton.language as tl
 Given = namedtuple(
     "Given",
     "q w kv_c k_pe cache slot position cos_sin k_scale q_scale factor out tokens heads q_row "
-    "q_head w_head w_row w_col kv_c_row k_pe_row cache_block cache_entry cos_sin_row",
+    "q_head w_head w_row w_col kv_c_row k_pe_row cache_block cache_entry cos_sin_row norm",
 )
 
 
@@ -121,8 +121,19 @@ def _angles(given, token, slot, ROPE: tl.constexpr):
 
 
 @triton.jit
+def _normalized(x, given, cols, form: tl.constexpr):
+    """RMSNorm of fp32 rows `x` [TOKENS, L_PAD], zero from column L on, rounded once to the
+    activation type, as fp32."""
+    ACT: tl.constexpr = given.kv_c.dtype.element_ty
+    weight = tl.load(given.norm + cols, mask=cols < form.L, other=0.0).to(tl.float32)
+    mean = tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / form.L)
+    return (x * tl.rsqrt(mean + form.EPSILON) * weight).to(ACT).to(tl.float32)
+
+
+@triton.jit
 def cache_rows(given, unit, form: tl.constexpr):
-    """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens; a slot below 0 writes nothing."""
+    """cast(kv_c | rope(k_pe)) of CACHE_TOKENS tokens, kv_c normalized if there is a weight; a slot
+    below 0 writes nothing."""
     CACHE_TOKENS: tl.constexpr = form.plan.cache_tokens
     token = unit * CACHE_TOKENS + tl.arange(0, CACHE_TOKENS)[:, None]
     inside = token < given.tokens
@@ -135,7 +146,10 @@ def cache_rows(given, unit, form: tl.constexpr):
     latent = tl.load(given.kv_c + token * given.kv_c_row + cols, mask=wanted, other=0.0)
     slot = tl.where(valid, slot, 0)
     row = slot // form.BLOCK_SIZE * given.cache_block + slot % form.BLOCK_SIZE * given.cache_entry
-    latent = cast(latent.to(tl.float32), inverse, given.cache.dtype.element_ty, form.K_LIMIT)
+    latent = latent.to(tl.float32)
+    if given.norm is not None:
+        latent = _normalized(latent, given, cols, form)
+    latent = cast(latent, inverse, given.cache.dtype.element_ty, form.K_LIMIT)
     tl.store(given.cache + row + cols, latent, mask=valid & (cols < form.L))
     _rope_rows(
         given.k_pe + token * given.k_pe_row, given.cache + row + form.L, inside, angles, valid,

@@ -45,6 +45,7 @@ class Case:
     seed: int = 0
     factor: torch.dtype | None = None  # of the query's factors, if it has some
     context_parallel: bool = False  # the rows of `padded` are tokens of another rank
+    norm: float | None = None  # epsilon of the norm of kv_c, if there is one
     least: int = 0  # bytes of the cache, of which the last entry is written then
 
     @property
@@ -115,6 +116,8 @@ def build(case: Case, device: str = "cpu") -> Inputs:
         k_scale=torch.tensor([0.031], device=device), q_scale=torch.tensor([0.017], device=device),
         q_out=torch.empty(case.tokens, case.heads, width, dtype=case.query, device=device),
         is_neox=case.neox, q_factor=factor, context_parallel=case.context_parallel,
+        kv_norm_weight=None if case.norm is None else random(case.latent).to(case.act),
+        kv_norm_epsilon=case.norm or 0.0,
     )  # fmt: skip
 
 

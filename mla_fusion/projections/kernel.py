@@ -1,4 +1,4 @@
-"""Two Triton kernels for x @ w.T with up to 16 rows of x, where a GPU's time is reading w.
+"""Triton kernels for x @ w.T with up to 16 rows of x, where a GPU's time is reading w.
 
 A CTA has BLOCK_N rows of a weight and all of K, in the registers of its warps. It loads them before
 `gdc_wait`, while the launch in front still computes x: weights are parameters, which no kernel
@@ -7,6 +7,9 @@ writes. Behind `gdc_wait` come the loads of x, the sums in fp32, and the store.
 No CTA ends, writes, or lets the launch behind begin before its `gdc_wait`: that one may be a kernel
 of Inductor's, which reads without a wait what the launch in front of this one wrote. See
 "Programmatic launch" in docs/kernels.md.
+
+A norm beside a product is a launch of the same kind: behind one of Inductor's, which lets no launch
+begin early, the weights of the product would load when the norm has ended.
 """
 
 # ruff: noqa: RUF005 (Triton 3.6 does not unpack a tuple within another)
@@ -149,3 +152,41 @@ def matrix(
     n = start + tl.arange(0, BLOCK_N)[None, :]
     t = tl.arange(0, TILE)[:, None]
     tl.store(y + t * end + n, total, mask=(n < end) & (t < tokens))
+
+
+@triton.jit
+def _row(
+    x, add0, add1, w, y, total, epsilon, K: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The norm of one row of K elements, to which ADDS others are added, and `total` is the sum."""
+    k = tl.arange(0, BLOCK)
+    weight = tl.load(w + k, mask=k < K, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if ADDS > 0:
+        value += tl.load(add0 + k, mask=k < K, other=0.0).to(tl.float32)
+        if ADDS > 1:
+            value += tl.load(add1 + k, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(total + k, value.to(total.dtype.element_ty), mask=k < K)
+    root = tl.rsqrt(tl.sum(value * value) / K + epsilon)
+    tl.store(y + k, (value * root * weight).to(y.dtype.element_ty), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["row0", "row1", "row2", "row3"])
+def rms_norm(
+    x0, x1, add0, add1, w0, w1, y0, y1, total, row0, row1, row2, row3, epsilon0, epsilon1,
+    K0: tl.constexpr, K1: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    ALIGN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Row `program_id(0)` of norm `program_id(1)`. K1: 0 for one norm. ADDS: of the first."""
+    t = tl.program_id(0)
+    if tl.program_id(1) == 0:
+        x, sums = x0 + t * row0 * ALIGN, total + t * K0
+        a, b = add0 + t * row2 * ALIGN, add1 + t * row3 * ALIGN
+        _row(x, a, b, w0, y0 + t * K0, sums, epsilon0, K0, BLOCK, ADDS, PDL)
+    elif K1 > 0:
+        x = x1 + t * row1 * ALIGN
+        _row(x, x1, x1, w1, y1 + t * K1, x1, epsilon1, K1, BLOCK, 0, PDL)

@@ -1,4 +1,4 @@
-"""The products in plain torch: the specification of the kernels."""
+"""The products and norms in plain torch: the specification of the kernels."""
 
 from __future__ import annotations
 
@@ -15,3 +15,18 @@ def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tens
 def in_float64(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same products summed in float64 and not rounded: errors are measured against them."""
     return [x.double() @ weight.double().t() for weight in weights]
+
+
+def normalize(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
+    added: Sequence[torch.Tensor] = (), wide: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:  # fmt: skip
+    """See `mla_fusion.projections.triton.normalize`; computed in the type `wide`."""
+    values = [x.to(wide) for x in xs]
+    for term in added:
+        values[0] = values[0] + term.to(wide)
+    found = [
+        value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon) * weight.to(wide)
+        for value, weight, epsilon in zip(values, weights, epsilons, strict=True)
+    ]
+    return [each.to(xs[0].dtype) for each in (*found, *values[: len(added) > 0])]

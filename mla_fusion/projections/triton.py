@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
 from mla_fusion.projections.plans import Plan, tile_of
 
@@ -47,3 +49,27 @@ def launch_arguments(
         "num_warps": plan.num_warps, **early_launch(x.device),
     }  # fmt: skip
     return given if plan.kernel == "vector" else given | {"TILE": tile_of(tokens)}
+
+
+def normalize(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
+    added: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:  # fmt: skip
+    """The RMSNorm of each of one or two x [T, K] with a weight [K], dense, and with one or two
+    tensors [T, K] that are added to the first x, that sum too: all of one type, bf16 or fp16,
+    computed in fp32 and rounded once. Rows may be strided, their elements not."""
+    from mla_fusion.projections import kernel
+
+    outputs = [x.new_empty(x.shape) for x in (*xs, *added[:1])]
+    rows = first, _, *_ = xs[0], xs[-1], *(added or xs)[:1], *(added or xs)[-1:]
+    strides = [x.stride(0) if len(x) > 1 else 0 for x in rows]
+    align = 1 if any(stride % 8 for stride in strides) else 8
+    widths = [x.shape[1] for x in xs]
+    block = next_power_of_two(max(widths))
+    kernel.rms_norm[len(first), len(xs)](
+        *rows, weights[0], weights[-1], outputs[0], outputs[len(xs) - 1], outputs[-1],
+        *(stride // align for stride in strides), epsilons[0], epsilons[-1], K0=widths[0],
+        K1=widths[1] if len(xs) > 1 else 0, BLOCK=block, ADDS=len(added), ALIGN=align,
+        num_warps=max(1, min(16, block // 256)), **early_launch(first.device),
+    )  # fmt: skip
+    return outputs

@@ -40,15 +40,18 @@ def fused_decode_prep(
     q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, prepared_q: torch.Tensor,
     positions: torch.Tensor | None, cos_sin_cache: torch.Tensor | None,
     q_factor: torch.Tensor | None, k_scale: torch.Tensor, layer_name: Any, kv_cache_dtype: str,
-    rope: str, is_neox: bool, provider: str,
+    rope: str, is_neox: bool, provider: str, kv_norm_weight: torch.Tensor | None = None,
+    kv_norm_epsilon: float = 0.0,
 ) -> None:  # fmt: skip
     """Prepare the decode query into `prepared_q` [T, H, L + R], with zeros in padding rows, or
-    rotate q and k_pe in place and scale q. Either way the KV cache is written.
+    rotate q and k_pe in place and scale q. Either way the KV cache is written, with kv_c normalized
+    if there is a weight.
 
     k_pe is [T, 1, R]; other shapes as in `mla_fusion.kernels.fused_mla_decode_prep`.
     """
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
+        kv_c = _normalized(kv_c, kv_norm_weight, kv_norm_epsilon)
         rope_and_cache_update(
             q, kv_c, k_pe, positions, cos_sin_cache, q_factor, k_scale, layer_name, kv_cache_dtype,
             rope, is_neox,
@@ -75,12 +78,19 @@ def fused_decode_prep(
             slot_mapping if positions is None else positions[:rows], cos_sin_cache, k_scale,
             layer._q_scale, is_neox, prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
-            vllm_compat.context_parallel_ranks(layer) > 1, derived,
+            vllm_compat.context_parallel_ranks(layer) > 1, derived, kv_norm_weight, kv_norm_epsilon,
         )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
     except Exception as error:
         _explain(error, provider, f"in a decode step of {rows} rows, in layer {layer.layer_name}")
         raise
+
+
+def _normalized(
+    kv_c: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:  # fmt: skip
+    """The latents as vLLM's code takes them, of a layer whose fused op has their norm."""
+    return kv_c if weight is None else projection.normalize([kv_c], [], [weight], [epsilon])[0]
 
 
 def _explain(error: Exception, provider: str, when: str) -> None:
@@ -160,17 +170,20 @@ def attention() -> Callable[..., None]:
 
 
 def _quantizing_attention_op(*args: Any) -> None:
-    *common, quantized, scale, quantization = args
-    attention()(*common, QuantizedOutput(quantized, scale, Quantization(quantization)))
+    quantized, scale, quantization = args[6:9]
+    output = QuantizedOutput(quantized, scale, Quantization(quantization))
+    attention()(*args[:6], output, *args[9:])
 
 
 def _attention(
     q: torch.Tensor, prepared_q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor,
     output: torch.Tensor, layer_name: Any, quantized: QuantizedOutput | None = None,
+    kv_norm_weight: torch.Tensor | None = None, kv_norm_epsilon: float = 0.0,
 ) -> None:  # fmt: skip
     """Attend, into `output` [T, H * V] or `quantized`; then `output` is a workspace."""
     metadata, layer, kv_cache, slot_mapping = vllm_compat.attention_context(layer_name)
     if not _is_fused(metadata, slot_mapping):
+        kv_c = _normalized(kv_c, kv_norm_weight, kv_norm_epsilon)
         layer.forward_impl(q, kv_c, k_pe, kv_cache, metadata, output=output)
         if quantized is not None:
             quantized.quantize(output)
@@ -198,9 +211,11 @@ def register_ops() -> None:
     # The seventh argument only orders; vLLM's KV-transfer hook finds layer_name by its position.
     bodies: dict[str, Callable[..., Any]] = {
         ops.ROPE_UPDATE: rope_and_cache_update, ops.Q_PREP: decode_q_prep,
-        ops.FUSED: fused_decode_prep, ops.ATTENTION: lambda *args: attention()(*args[:6]),
+        ops.FUSED: fused_decode_prep,
+        ops.ATTENTION: lambda *args: attention()(*args[:6], None, *args[7:]),
         ops.GROUP_ATTENTION: _quantizing_attention_op,
         ops.TENSOR_ATTENTION: _quantizing_attention_op, ops.PROJECTION: projection.project,
+        ops.NORM: projection.normalize,
     }  # fmt: skip
     ops.register(vllm_compat.layer_name_type(), bodies)
 
@@ -234,6 +249,7 @@ def warm_up(
                     q_dtype=getattr(torch, variant.query_dtype),
                     factor_dtype=getattr(torch, variant.factor_dtype, None),
                     context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
+                    kv_norm_epsilon=variant.kv_norm_epsilon,
                 )  # fmt: skip
                 module.warmup(batch, max_tokens, progress=_show)
             except Exception as error:

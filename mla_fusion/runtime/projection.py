@@ -1,4 +1,4 @@
-"""The body of the op `projection`: up to two products of one input.
+"""The bodies of the ops `projection`, up to two products of one input, and `rms_norm`.
 
 A decode graph also serves more tokens than the kernels of `mla_fusion.projections` were measured
 for. Such a step gets what the graph had before pass 7: `torch.mm`."""
@@ -21,3 +21,15 @@ def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tens
     if few and projections.plan_for(x.device, sizes, k, tokens, x.dtype):
         return projections.project(x, [*weights])
     return reference.project(x, weights)
+
+
+def normalize(
+    xs: Sequence[torch.Tensor], added: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
+    epsilons: Sequence[float],
+) -> list[torch.Tensor]:  # fmt: skip
+    """See `mla_fusion.projections.triton.normalize`; for any number of tokens, on any device."""
+    if not xs[0].is_cuda:
+        return reference.normalize(xs, weights, epsilons, added)
+    from mla_fusion.projections import triton
+
+    return triton.normalize(xs, weights, epsilons, added)

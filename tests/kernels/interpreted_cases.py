@@ -72,6 +72,10 @@ CASES = {
     "scaled-bf16": cases.Case(factor=BF16, heads=16, tokens=2),
     "scaled-fp16": cases.Case(factor=torch.float32, act=FP16, kv=FP16, query=FP16),
     "scaled-fp32": cases.Case(factor=FP32, act=FP32, kv=FP32, query=FP32),
+    "normed-fp8": cases.Case(norm=1e-6, heads=16),
+    "normed-strided": cases.Case(norm=1e-5, strided=True, gap=3, kv=BF16, query=BF16, latent=40),
+    "normed-fp16": cases.Case(norm=1e-6, act=FP16, kv=FP16, query=FP16, tokens=20),
+    "normed-fp32": cases.Case(norm=1e-6, act=FP32, kv=FP32, query=FP32, angles=None),
     "other-ranks-fp8": cases.Case(context_parallel=True, padded=(0, 3), neox=True),
     "other-ranks-bf16": cases.Case(context_parallel=True, padded=(1,), kv=BF16, query=BF16),
     "other-ranks": cases.Case(context_parallel=True, tokens=20, heads=2, padded=tuple(range(20))),
@@ -216,12 +220,43 @@ def test_a_row_has_the_same_bits_in_every_batch(batch_invariant):
     assert (different == 0) == batch_invariant
 
 
+@pytest.mark.parametrize("kind", [BF16, FN])
+@pytest.mark.parametrize("latent", [64, 40])
+def test_hostile_rows_are_normalized(latent, kind):
+    """Zeros, a NaN, an infinity, squares beyond fp32, below epsilon; no column beyond the row."""
+    case = cases.Case(tokens=7, padded=(), norm=1e-6, latent=latent, kv=kind, strided=True)
+    call = cases.build(case)
+    kv_c, weight = call.kv_c, call.kv_norm_weight
+    kv_c[0], kv_c[1, 3], kv_c[2, 5] = 0, torch.nan, torch.inf
+    kv_c[3] *= 1e30
+    kv_c[4] *= 1e-6
+    weight[7], weight[8] = 0, -1e3
+    for plan in (PLANS["sum"], PLANS["walk"]):
+        cases.check_against_reference(provider, call, plan=plan)
+    other = cases.build(case)._replace(kv_norm_epsilon=1e-3)
+    other.kv_c.copy_(kv_c)
+    other.kv_norm_weight.copy_(weight)
+    results = [cases.run(provider, each, plan=PLANS["sum"])[1] for each in (call, other)]
+    assert cases.judge_cache(call, *results), "epsilon has no effect"
+
+
+def test_the_judge_sees_a_norm_that_is_rounded_twice():
+    call = cases.build(cases.Case(tokens=40, norm=1e-6, kv=BF16, query=BF16, padded=()))
+    want = cases.run(provider, call)[1]
+    wide = call.kv_c.float()
+    root = torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-6)
+    twice = call._replace(kv_c=(wide * root).to(BF16) * call.kv_norm_weight)
+    twice = twice._replace(kv_norm_weight=None)
+    assert cases.judge_cache(call, cases.run(provider, twice)[1], want)
+
+
 @pytest.mark.parametrize("factor", [None, torch.float32])
 def test_warmup_covers_the_bucket_and_leaves_the_cache_alone(factor):
     call, lines = cases.build(cases.Case(factor=factor)), []
     names = ("w_uk_t", "kv_cache", "cos_sin_cache", "k_scale", "q_scale", "is_neox")
     layer = {name: getattr(call, name) for name in names}
     layer |= {"rope_dim": call.k_pe.shape[1], "q_dtype": FN, "factor_dtype": factor}
+    layer["kv_norm_epsilon"] = None if factor is None else 1e-6
     provider.warmup(partial(padded_batch, **layer), 17, progress=lines.append)
     widths = provider.widths_of(call)
     plans = {dispatch.choose(tokens, 3, True, widths, Gpu()) for tokens in range(1, 18)}

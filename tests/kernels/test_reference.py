@@ -14,13 +14,16 @@ from mla_fusion.measure.distances import POISON
 
 
 @pytest.mark.parametrize(
-    "neox, factor, context_parallel",
-    [(False, None, False), (True, None, False), (True, torch.float32, False), (False, None, True)],
-)
-def test_reference_is_the_formula(neox, factor, context_parallel):
+    "neox, factor, context_parallel, norm",
+    [
+        (False, None, False, None), (True, None, False, None), (True, torch.float32, False, None),
+        (False, None, True, None), (False, None, False, 0.5),
+    ],
+)  # fmt: skip
+def test_reference_is_the_formula(neox, factor, context_parallel, norm):
     case = cases.Case(
         act=torch.float32, kv=torch.float32, query=torch.float32, neox=neox, strided=True,
-        factor=factor, context_parallel=context_parallel,
+        factor=factor, context_parallel=context_parallel, norm=norm,
     )  # fmt: skip
     call = cases.build(case)
     a = call._asdict()
@@ -33,7 +36,13 @@ def test_reference_is_the_formula(neox, factor, context_parallel):
         angles = a["cos_sin_cache"][a["positions"][t]].tolist()
         if slot >= 0:
             row = cache[slot // case.block_size, slot % case.block_size]
-            want = a["kv_c"][t].tolist() + rotated(a["k_pe"][t].tolist(), angles, neox)
+            latents = a["kv_c"][t].tolist()
+            if norm is not None:
+                mean = math.fsum(x * x for x in latents) / case.latent
+                weights = a["kv_norm_weight"].tolist()
+                scaled = zip(latents, weights, strict=True)
+                latents = [x / math.sqrt(mean + norm) * w for x, w in scaled]
+            want = latents + rotated(a["k_pe"][t].tolist(), angles, neox)
             torch.testing.assert_close(row, torch.tensor(want), rtol=1e-6, atol=1e-6)
         for h in range(case.heads):
             q, w = a["q"][t, h].tolist(), a["w_uk_t"][h].tolist()
@@ -81,6 +90,10 @@ def test_only_addressed_slots_change():
         ("q_factor", torch.ones(5, 1, 1)),
         ("q_factor", torch.ones(5, dtype=torch.float16)),
         ("q_factor", torch.ones(10)[::2]),
+        ("kv_norm_weight", torch.ones(64)),
+        ("kv_norm_weight", torch.ones(128, dtype=torch.bfloat16)[::2]),
+        ("kv_norm_epsilon", 1),
+        ("kv_norm_epsilon", -1e-6),
     ],
 )
 def test_wrong_arguments_are_named(name, value):

@@ -17,6 +17,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.compile_fx import compile_fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.nn.functional import linear, silu
+from vllm import ir
 from vllm.model_executor.models.deepseek_v2 import _get_llama_4_scaling
 from vllm.utils.torch_utils import _encode_layer_name
 
@@ -29,7 +30,7 @@ from tests.passes.splits import SPLITS
 runtime.register_ops()
 
 HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 24, 2, 12, 8, 16, 6, 20
-MAX_POSITION = 32
+MAX_POSITION, EPSILON = 32, 1e-6
 TRACED_TOKENS = 5
 
 
@@ -47,6 +48,7 @@ class Spec:
         quantized: empty, or how `linears.project` quantizes the input of the last product.
         split: empty, or one of `SPLITS`: how the query leaves a wider projection; what kv_c and
             k_pe are views of is not stored either. gated: the gate is read behind the attention.
+        ir_norm: kv_c is normalized by an op of vLLM's IR, as its layers do.
     """
 
     rope: str = "native"
@@ -62,6 +64,7 @@ class Spec:
     quantized: str = ""
     split: str = ""
     gated: bool = False
+    ir_norm: bool = False
 
     @property
     def value(self):
@@ -180,7 +183,7 @@ def functionalized(graph, op, args, value):
 
 def _rms_norm(x, gain):
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * gain
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * gain
 
 
 def _layer(spec, i, t, hidden):
@@ -194,7 +197,8 @@ def _layer(spec, i, t, hidden):
     if spec.split:
         kv = silu(kv)
     kv_c, k_pe = kv.split([LATENT, ROPE], dim=-1)
-    kv_c = _rms_norm(kv_c, t[f"gain_{i}"])
+    gain = t[f"gain_{i}"]
+    kv_c = ir.ops.rms_norm(kv_c, gain, EPSILON) if spec.ir_norm else _rms_norm(kv_c, gain)
     k_pe = k_pe.unsqueeze(1)
     q = linear(q_in, t[f"w_q_{i}"])
     gate = q

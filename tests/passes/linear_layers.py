@@ -16,6 +16,7 @@ BF16 = torch.bfloat16
 K, Q, KV, OUT = 24, 40, 18, 32
 SHAPES = {"x": (5, K), "w_q": (Q, K), "w_kv": (KV, K), "w_o": (OUT, Q), "w_up": (K, OUT),
           "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q), "gain": (KV,),
+          "gain_x": (K,), "gain_rest": (Q - KV,), "residual": (5, K),
           "w_b": (OUT, KV), "w_c": (K, KV)}  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def run(module, given):
 def rewrite(module, first=1, last=64):
     """What pass 7 did, after its clean-up."""
     record = RangeReport((first, last))
-    pipeline.project(module.graph, "auto", record)
+    pipeline.project(module.graph, "auto", record, "triton")
     return record
 
 

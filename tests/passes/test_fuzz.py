@@ -158,10 +158,10 @@ def project_twice(module):
     record = RangeReport((1, 4))
     types = mock.patch.object(products, "TYPES", (*products.TYPES, torch.float32))
     with types, mock.patch.object(projections, "plan_for", lambda *_: "a plan"):
-        pipeline.project(module.graph, "auto", record)
+        pipeline.project(module.graph, "auto", record, "reference")
         module.graph.lint()
         once = state(module.graph)
-        pipeline.project(module.graph, "auto", again := RangeReport((1, 4)))
+        pipeline.project(module.graph, "auto", again := RangeReport((1, 4)), "reference")
     assert state(module.graph) == once and not again.products
     assert {decline.code for decline in record.plain_products} <= set(REASONS) - ERRORS
     return Counter(products=sum(record.products.values()))

@@ -14,7 +14,7 @@ from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, Spec, l
 
 SPEC = Spec("native", quantized="group")  # of outputs that groups divide
 TOKENS = (0, 1, 3, 17)
-ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, *ops.ATTENTION_OPS, ops.PROJECTION)
+ALL = (ops.ROPE_UPDATE, ops.Q_PREP, ops.FUSED, *ops.ATTENTION_OPS, ops.PROJECTION, ops.NORM)
 
 
 def arguments(name, tokens, rope="native"):
@@ -34,9 +34,12 @@ def arguments(name, tokens, rope="native"):
         "output": torch.zeros(tokens, HEADS * SPEC.value),
         "quantized": torch.zeros(tokens, HEADS * SPEC.value).to(linears.FP8),
         "scales": torch.zeros(tokens, HEADS), "scale": torch.tensor([0.1]),
-        "x": torch.randn(tokens, 3 * ROPE)[:, ROPE:], "epsilon": 1e-6,
+        "x": torch.randn(tokens, 3 * ROPE)[:, ROPE:],
         "weights": [torch.randn(n, 2 * ROPE) for n in (7, 4)],
-        "norm_weight": torch.randn(2 * ROPE) if rotates else None,
+        "xs": [*torch.randn(tokens, 3 * ROPE).split([2 * ROPE, ROPE], 1)], "epsilons": [0.1, 1e-6],
+        "added": [torch.randn(tokens, 2 * ROPE)] * (2 * rotates),
+        "kv_norm_weight": torch.randn(LATENT) if rotates else None, "kv_norm_epsilon": 1e-5,
+        "norm_weights": [torch.randn(2 * ROPE), torch.randn(ROPE)],
         "quantization": "native" if name == ops.TENSOR_ATTENTION else str(ops.Quantization.GROUP),
     }  # fmt: skip
     return {each.name: values[each.name] for each in ops.get(name)._schema.arguments}

@@ -228,7 +228,7 @@ def test_cache_with_and_without_a_head_dimension(shape):
 
 VARIANTS = (
     Variant(False, ROPE, "bfloat16", "bfloat16", "auto"),
-    Variant(True, ROPE, "", "float8_e4m3fn", "fp8", "float32"),
+    Variant(True, ROPE, "", "float8_e4m3fn", "fp8", "float32", 1e-5),
 )
 
 
@@ -264,6 +264,8 @@ class TestWarmUp:
             assert row.q_out.dtype is getattr(torch, variant.query_dtype)
             assert max_tokens == 4
             factor = row.q_factor
+            assert (row.kv_norm_weight is None) is (variant.kv_norm_epsilon is None)
+            assert row.kv_norm_epsilon == (variant.kv_norm_epsilon or 0)
             if variant.factor_dtype:
                 assert (factor.shape, factor.dtype) == ((1,), torch.float32)
             else:

@@ -1,11 +1,12 @@
-"""The kernels of products under the repaired interpreter, by the checks of `mla-fusion selftest`,
-and those of kernels with a bug; tests/kernels/test_interpreted.py runs this."""
+"""The kernels of products and norms under the repaired interpreter, by the checks of `mla-fusion
+selftest`, and those of kernels with a bug; tests/kernels/test_interpreted.py runs this."""
 
 import pytest
+import torch
 
-from mla_fusion.cli.selftest import projections
+from mla_fusion.cli.selftest import norms, projections
 from mla_fusion.projections.plans import PLANS
-from mla_fusion.projections.triton import launch
+from mla_fusion.projections.triton import launch, normalize
 from tests.kernels import interpreter
 from tests.nightly import daily
 
@@ -38,3 +39,23 @@ def test_two_launches_that_differ(monkeypatch):
     other = lambda *given: [y * (next(runs) % 2) for y in launch(*given)]  # noqa: E731
     monkeypatch.setattr(projections, "launch", other)
     assert "two launches differ" in next(projections.check(DAILY[0], False, "cpu")).wrong
+
+
+@pytest.mark.parametrize("case", norms.CASES, ids=str)
+def test_norms_are_right(case):
+    assert norms.against(case, "cpu").right
+
+
+NORM_BUGS = {
+    "rounded twice": lambda xs, w, e, r: [a * b for a, b in zip(
+        normalize(xs, [torch.ones_like(a) for a in w], e, r), [*w, 1], strict=False)],
+    "no residual": lambda xs, w, e, r: normalize(xs, w, e, [each * 0 for each in r]),
+    "epsilons": lambda xs, w, e, r: normalize(xs, w, e[::-1], r),
+    "rows": lambda xs, w, e, r: [y.roll(1, 0) for y in normalize(xs, w, e, r)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", NORM_BUGS)
+def test_a_bug_of_a_norm_is_seen(bug, monkeypatch):
+    monkeypatch.setattr(norms, "normalize", NORM_BUGS[bug])
+    assert not all(norms.against(case, "cpu").right for case in norms.CASES)

@@ -1,4 +1,4 @@
-"""The kernels of products compiled (not run) for Hopper: every shipped plan."""
+"""The kernels of products and norms compiled (not run) for Hopper: every shipped plan."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mla_fusion.projections import kernel, measured
 from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.plans import Plan, tile_of
-from mla_fusion.projections.triton import launch_arguments
+from mla_fusion.projections.triton import launch_arguments, normalize
 from tests.attention.without_memory import meta
 from tests.gpus import imitated
 from tests.kernels.compiled import compile_report, is_one_variant
@@ -58,3 +58,39 @@ def test_neither_tokens_nor_the_row_of_x_is_a_variant(tokens):
     given = [arguments(Plan("matrix", 16, 4), shape, n, row)
              for n, row in itertools.product(tokens, (2048, 2112, 3072 + 8))]  # fmt: skip
     assert is_one_variant("sm_90", kernel.matrix, [((), each) for each in given])
+
+
+@pytest.fixture
+def norm(monkeypatch):
+    """norm(tokens, widths, residual): the arguments of a launch, whose kernel it returns first."""
+    launched, original = [], kernel.rms_norm
+
+    class Launcher:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((args, options))
+
+    def arguments(tokens, widths, adds, row=4096):
+        monkeypatch.setattr(kernel, "rms_norm", Launcher())
+        xs = [meta(tokens, row)[:, :k] for k in widths]
+        with imitated("sm_90"):
+            weights = [meta(k) for k in widths]
+            normalize(xs, weights, [1e-6] * len(xs), xs * adds)
+        return original, *launched.pop()
+
+    return arguments
+
+
+@pytest.mark.parametrize("widths, adds", [((2048,), 1), ((2048,), 2), ((512,), 0), ((768, 512), 0)])
+def test_a_norm_writes_and_signals_behind_its_wait(widths, adds, norm):
+    code, *given = norm(1, widths, adds)
+    found = compile_report("sm_90", code, *given)
+    wait = found.order.index("ACQBULK")
+    assert {*found.order[:wait]} == {"LDG.128"} and found.order[wait + 1] == "PREEXIT", found
+    assert found.order.count("ACQBULK") == found.order.count("PREEXIT") <= len(widths), found
+    assert {"LDG.128", "STG.128"} <= {*found.order[wait:]} and found.spills == 0, found
+
+
+def test_tokens_and_rows_are_no_variant_of_a_norm(norm):
+    given = [norm(tokens, (768, 512), 0, row)[1:] for tokens, row in
+             itertools.product((1, 2, 16), (2048, 2112))]  # fmt: skip
+    assert is_one_variant("sm_90", norm(1, (8,), 0)[0], given)

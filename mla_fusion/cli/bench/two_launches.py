@@ -22,7 +22,7 @@ def rest_kernel(
     given = Given(
         q_ptr, None, kv_c_ptr, k_pe_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr,
         k_scale_ptr, q_scale_ptr, None, out_ptr, tokens, heads, q_row, q_head, 0, 0, 0, kv_c_row,
-        k_pe_row, cache_block, cache_entry, cos_sin_row,
+        k_pe_row, cache_block, cache_entry, cos_sin_row, None,
     )  # fmt: skip
     unit = tl.program_id(0)
     cache_programs = tl.cdiv(tokens, FORM.plan.cache_tokens)

@@ -21,7 +21,7 @@ from mla_fusion import gpu, kernels
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Card, Shape
 from mla_fusion.cli.child import EngineError, Job, end, result, start
-from mla_fusion.cli.selftest import decode, planner, projections, region, sparse
+from mla_fusion.cli.selftest import decode, norms, planner, projections, region, sparse
 from mla_fusion.kernels.card import Card as RegionCard
 from mla_fusion.measure.outcome import CannotRun, Outcome
 from mla_fusion.projections.plans import PLANS
@@ -51,7 +51,8 @@ def checks() -> dict[str, Check]:
     caches = "bf16", "fp8", "656 bytes", "584 bytes"
     found |= {"epilogue": _epilogue, **{f"sparse {x}": partial(_sparse, x) for x in caches}}
     kinds = dict.fromkeys(plan.kernel for plan in PLANS)
-    return found | {f"projection {x}": partial(projections.check_all, x) for x in kinds}
+    found |= {f"projection {x}": partial(projections.check_all, x) for x in kinds}
+    return found | {"norm": norms.check_all}
 
 
 def decodes(of: Iterable[Card], kind: str) -> dict[str, Check]:
