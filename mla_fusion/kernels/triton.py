@@ -5,7 +5,6 @@ The kernel, `triton_kernels.py`, is imported on first use: this module can be wh
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES, next_power_of_two
 from mla_fusion.kernels.card import TRITON, Widths, triton_widths
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
-from mla_fusion.kernels.threads import side_by_side
 
 
 def require() -> None:
@@ -30,7 +28,8 @@ def require() -> None:
             "provider 'triton' needs the triton package (pip install triton; GPU builds of "
             "PyTorch bring it), or choose provider 'reference'"
         ) from error
-    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+    compiles = bool(gpu.of("meta").vendor)  # and launches nothing: `kernels.ahead`
+    if not (torch.cuda.is_available() or compiles or triton.knobs.runtime.interpret):
         raise ProviderUnavailable(
             "provider 'triton' needs a GPU that torch.cuda can see; without one choose provider "
             "'reference', or set TRITON_INTERPRET=1 before Python starts to run Triton's "
@@ -210,7 +209,7 @@ def warmup(
     for tokens in range(1, max_tokens + 1):
         plans.setdefault(dispatch.choose(tokens, *layer), tokens)
     progress(f"mla-fusion: compiling {len(plans)} Triton configurations ({heads} heads)")
-    works = (partial(fused_mla_decode_prep, batch(n), plan) for plan, n in plans.items())
-    side_by_side(works, device)
+    for plan, tokens in plans.items():
+        fused_mla_decode_prep(batch(tokens), plan)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -69,11 +69,13 @@ def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwar
     with sparse.loading(self.vllm_config):
         result = load_model(self, *args, **kwargs)
     if config.is_on(self.vllm_config):
+        from mla_fusion.runtime import ready
         from mla_fusion.runtime.engine import Engine
 
         engine = Engine.of(self.vllm_config)
         setattr(self, ENGINE, engine)
         attach(engine)
+        ready.compile_ahead(engine, self.local_rank)
     return result
 
 

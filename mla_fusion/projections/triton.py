@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
-from mla_fusion.projections.plans import Plan, tile_of
+from mla_fusion.projections.measured import plan_for
+from mla_fusion.projections.plans import MAX_TOKENS, Plan, tile_of
 
 
 def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -21,6 +23,21 @@ def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[tor
     given = launch_arguments(plan, x, weights, outputs)
     getattr(kernel, plan.kernel)[programs,](**given)
     return outputs
+
+
+def launches(
+    device: torch.device, sizes: tuple[int, ...], k: int, dtype: torch.dtype
+) -> list[partial[Any]]:
+    """A launch of meta tensors for each variant that `projections.project` has on `device` for a
+    product of these sizes."""
+    found: dict[Any, partial[Any]] = {}
+    for tokens in range(1, MAX_TOKENS + 1):
+        if plan := plan_for(device, sizes, k, tokens, dtype):
+            x, *weights = (
+                torch.empty((n, k), dtype=dtype, device="meta") for n in (tokens, *sizes)
+            )
+            found.setdefault((plan, tile_of(tokens)), partial(launch, plan, x, weights))
+    return [*found.values()]
 
 
 def launch_arguments(

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -146,12 +146,15 @@ class Report:
 
 
 _records: list[RangeReport] = []
+listeners: list[Callable[[RangeReport], object]] = []  # called with each record, until `take`
 _compiled: dict[int, tuple[Any, list[RangeReport]]] = {}  # compiled code, by its id, and records
 
 
 def add(record: RangeReport) -> None:
     """Keep the record of a compiled graph; the passes call it once for each."""
     _records.append(record)
+    for told in listeners:
+        told(record)
 
 
 @contextlib.contextmanager
@@ -171,6 +174,7 @@ def forget() -> None:
     """Discard records left by an engine of this process that died before it reported."""
     _records.clear()
     _compiled.clear()
+    listeners.clear()
 
 
 def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) -> Report | None:

@@ -12,7 +12,7 @@ profile run. `_is_fused` decides for all ops of a step: else one reads what none
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -229,11 +229,24 @@ def warm_up(
     module = kernels.get_provider(provider)
     if not hasattr(module, "warmup"):
         return
+    for batch in batches(layers, variants, lambda layer: layer.kv_cache):
+        try:
+            module.warmup(batch, max_tokens, progress=_show)
+        except Exception as error:
+            _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
+            raise
+
+
+def batches(
+    layers: Mapping[str, Any], variants: Iterable[Variant],
+    cache_of: Callable[[Any], torch.Tensor],
+) -> Iterator[functools.partial[Inputs]]:  # fmt: skip
+    """`padded_batch` for each variant and one of the MLA `layers` of each shape with a cache."""
     for variant in variants:
         own = variant.kv_cache_dtype, variant.rope_dim
         alike: dict[Any, Any] = {}  # one layer of each shape
         for layer in layers.values():
-            if own == (layer.kv_cache_dtype, layer.qk_rope_head_dim) and layer.kv_cache.numel():
+            if own == (layer.kv_cache_dtype, layer.qk_rope_head_dim) and cache_of(layer).numel():
                 weight = _absorb_weight(layer)
                 alike.setdefault((type(weight), tuple(weight.shape)), (layer, weight))
         for layer, weight in alike.values():
@@ -241,20 +254,15 @@ def warm_up(
             if variant.table_dtype:
                 dtype = getattr(torch, variant.table_dtype)
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
-            try:
-                batch = functools.partial(
-                    padded_batch, w_uk_t=weight, kv_cache=_cache_view(layer, layer.kv_cache),
-                    cos_sin_cache=table, k_scale=layer._k_scale, q_scale=layer._q_scale,
-                    rope_dim=variant.rope_dim, is_neox=variant.is_neox,
-                    q_dtype=getattr(torch, variant.query_dtype),
-                    factor_dtype=getattr(torch, variant.factor_dtype, None),
-                    context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
-                    kv_norm_epsilon=variant.kv_norm_epsilon,
-                )  # fmt: skip
-                module.warmup(batch, max_tokens, progress=_show)
-            except Exception as error:
-                _explain(error, provider, f"to prepare its kernels for up to {max_tokens} tokens")
-                raise
+            yield functools.partial(
+                padded_batch, w_uk_t=weight, kv_cache=_cache_view(layer, cache_of(layer)),
+                cos_sin_cache=table, k_scale=layer._k_scale, q_scale=layer._q_scale,
+                rope_dim=variant.rope_dim, is_neox=variant.is_neox,
+                q_dtype=getattr(torch, variant.query_dtype),
+                factor_dtype=getattr(torch, variant.factor_dtype, None),
+                context_parallel=vllm_compat.context_parallel_ranks(layer) > 1,
+                kv_norm_epsilon=variant.kv_norm_epsilon,
+            )  # fmt: skip
 
 
 def _show(progress: str) -> None:
@@ -266,15 +274,8 @@ def _show(progress: str) -> None:
 def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = ()) -> None:
     """Run every plan of the MLA `layers` once, and once for each kind of W_UV and for each of
     `quantizations` behind it, so that its kernels are compiled or loaded."""
-    planned: dict[tuple[StepPlan, Any], tuple[Any, torch.Tensor | None]] = {}
-    for layer in layers.values():
-        state = layer_state.of(layer)
-        if state.plan is not None and layer.kv_cache.numel():
-            # Besides the plan, kernels depend on the width and strides of W_UV, if they read it.
-            weight = state.value_weight(layer)
-            key = weight is not None and (weight.shape[2], *weight.stride())
-            planned[state.plan, key] = layer, weight
-    for (plan, _), (layer, weight) in planned.items():
+    cached = {name: layer for name, layer in layers.items() if layer.kv_cache.numel()}
+    for plan, layer, weight in planned(cached):
         try:
             plan.warm_up(_cache_view(layer, layer.kv_cache), layer, weight, quantizations)
         except Exception as error:
@@ -283,6 +284,20 @@ def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = 
                 'kernels. Start with "attention": "vllm" in additional_config["mla_fusion"].'
             )
             raise
+
+
+def planned(layers: Mapping[str, Any]) -> list[tuple[StepPlan, Any, torch.Tensor | None]]:
+    """Every plan of the MLA `layers` with one of its layers, and W_UV if the decode reads it, for
+    each kind of that."""
+    found: dict[tuple[StepPlan, Any], tuple[Any, torch.Tensor | None]] = {}
+    for layer in layers.values():
+        state = layer_state.of(layer)
+        if state.plan is not None:
+            # Besides the plan, kernels depend on the width and strides of W_UV, if they read it.
+            weight = state.value_weight(layer)
+            key = weight is not None and (weight.shape[2], *weight.stride())
+            found[state.plan, key] = layer, weight
+    return [(plan, *of) for (plan, _), of in found.items()]
 
 
 def _absorb_weight(layer: Any) -> Any:

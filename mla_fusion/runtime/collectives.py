@@ -4,36 +4,28 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mla_fusion import logger, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import graphs_hash
-from mla_fusion.kernels.threads import side_by_side
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import decode_choice, layer_state
+from mla_fusion.runtime import decode_choice, layer_state, ready
 from mla_fusion.runtime.engine import Engine
 
 
 def prepare(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, bool]:
     """Compile the kernels of this engine on every rank, and return what `collect` does."""
-    made, cached = collect(engine, vllm_config)
     began = time.perf_counter()
     with on_every_rank():
-        quantizations = made.quantizations() if made else ()
-        works = [partial(runtime.warm_up_attention, engine.layers, quantizations)]
-        if made is not None:
-            given = (made.provider, made.bucket)
-            works += (
-                partial(runtime.warm_up, engine.layers, each.variants, *given)
-                for each in made.ranges
-            )
-        devices = (layer._k_scale.device for layer in engine.layers.values())
-        side_by_side(works, next(devices, torch.device("cpu")))
+        ready.wait()
+    made, cached = collect(engine, vllm_config)
+    with on_every_rank():
+        runtime.warm_up_attention(engine.layers, made.quantizations() if made else ())
+        if made:
+            variants = [variant for each in made.ranges for variant in each.variants]
+            runtime.warm_up(engine.layers, variants, made.provider, made.bucket)
     if vllm_compat.is_first_rank():
         logger.info("mla-fusion: kernels ready in %.1f s", time.perf_counter() - began)
     return made, cached

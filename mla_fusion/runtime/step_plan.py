@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion import attention
+from mla_fusion import attention, gpu
 from mla_fusion.attention.plan.epilogue import GROUP, in_groups
 from mla_fusion.config import vllm_compat
 from mla_fusion.runtime.decode_choice import Choice
@@ -158,6 +158,7 @@ class StepPlan:
         if columns % GROUP:
             kinds = set(itertools.filterfalse(in_groups, kinds))  # some other layer's
         executor = attention.get_provider(self.executor)
+        fp8 = gpu.of(device).fp8 or torch.float8_e4m3fn
         lengths = range(1, settings.max_query_len + 1)
         for length, kind in itertools.product(lengths, sorted(kinds)):
             for batch in executor.warm_up_batches(self.plan, values):
@@ -173,6 +174,6 @@ class StepPlan:
                 # A block may hold a single token.
                 table = torch.zeros((batch, length), dtype=torch.int32, device=device)
                 output = self.out.new_empty((tokens, columns))
-                quantized = QuantizedOutput.for_warm_up(output, kind, vllm_compat.fp8_dtype())
+                quantized = QuantizedOutput.for_warm_up(output, kind, fp8)
                 self._attend(q, kv_cache, layer, weight, table, output, quantized)
         self._planned = (None, None)

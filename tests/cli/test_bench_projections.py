@@ -39,7 +39,6 @@ def run(monkeypatch, tmp_path):
         (bench, "_random", random),
         (bench, "DISTINCT", 1),
         (bench, "launch", launch),
-        (bench, "side_by_side", lambda works, device: [work() for work in works]),
         (timing, "capture_calls", lambda call, count: [call(i) for i in range(count)]),
         (timing, "interleave", interleave),
         (measured, "FOLDER", tmp_path),

@@ -3,6 +3,7 @@ its pieces replay. tests/engine/test_engine.py runs both, cold and from a warm c
 
 import importlib
 import itertools
+import pickle
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -133,3 +134,20 @@ def test_equal_pieces_share_their_code_and_not_their_cuda_graphs(monkeypatch):
     shared = wrapper(lambda: None, None)
     first, second = decode_graph._Piece(shared), decode_graph._Piece(shared)
     assert [first(), second(), first(), second()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("code", [True, False])
+def test_graphs_are_stored_where_no_compiled_code_is(code):
+    """vLLM pickles a graph of many layers for as long as it compiles one."""
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    made = [Namespace(graph_module=fx.GraphModule({}, graph)) for _ in range(2)]
+    backend = Namespace(use_mega_artifact=code)
+    setattr(backend, decode_graph._DECODE, made[1])
+    made[0].vllm_backend = backend
+    stored = decode_graph._serialize(lambda of: bytes([len(of.graph_module.graph.nodes)]), made[0])
+    if code:
+        assert pickle.loads(stored.removeprefix(decode_graph._MARK)) == [b"\0", b"\0"]
+    else:
+        assert stored == b"\2"
+    assert [len(each.graph_module.graph.nodes) for each in made] == [2, 2]

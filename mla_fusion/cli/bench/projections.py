@@ -10,13 +10,13 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_fusion.cli import UserError
-from mla_fusion.kernels.threads import side_by_side
 from mla_fusion.measure import records, timing
 from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Call, Ceilings
@@ -117,7 +117,9 @@ def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
             if plan is not None:
                 key = small, tile_of(n), name
                 works.setdefault(key, functools.partial(call_of(plan, given), 0))
-    side_by_side(works.values(), _random(1).device)
+    with ThreadPoolExecutor() as pool:
+        for started in [pool.submit(work) for work in works.values()]:
+            started.result()
 
 
 def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
