@@ -88,10 +88,10 @@ def test_decode_rows_of_a_mixed_step_have_the_bits_of_a_decode_only_step():
 
 def test_short_prompts_are_prefills(monkeypatch):
     """FLASH_ATTN_MLA takes prompts of up to 512 tokens for decodes."""
-    engine, built = Engine(drafts=1), []
-    for is_on in (True, False):
-        monkeypatch.setattr(workers.config, "is_on", lambda _, is_on=is_on: is_on)
-        builder = SimpleNamespace(reorder_batch_threshold=512)
+    built = []
+    for is_invariant in (True, False):
+        monkeypatch.setattr(vllm_compat, "is_batch_invariant", lambda to=is_invariant: to)
+        engine, builder = Engine(drafts=1), SimpleNamespace(reorder_batch_threshold=512)
         context = SimpleNamespace(static_forward_context=engine.layers)
         config = SimpleNamespace(compilation_config=context)
         workers._init_builder(lambda *_: None, builder, None, ["a"], config)

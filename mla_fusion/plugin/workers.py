@@ -10,6 +10,7 @@ from mla_fusion.plugin.wrap import replace, wrap
 
 ENGINE = "_mla_fusion_engine"  # on a worker whose flag is on, once its model is loaded
 STEPS = "_mla_fusion_step_counter"  # on a worker and on its MLA layers
+_ROWS = "_mla_fusion_rows"  # on an MLA layer with a batch-invariant plan: of a decode, at most
 _GROUP = "_mla_fusion_group"  # on a metadata builder: its first layer, and the name of that
 
 
@@ -92,6 +93,7 @@ def attach(engine: Any) -> None:
         setattr(engine.layers[name], layer_state.ATTRIBUTE, state)
         if state.plan and state.choice.chunks:
             engine.layers[name].impl.forward_mqa = state.plan.forward_mqa
+            setattr(engine.layers[name], _ROWS, engine.rows)
 
 
 def warm_up_and_publish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,13 +138,9 @@ def _init_builder(
     layers = vllm_config.compilation_config.static_forward_context
     layer = layers.get(layer_names[0])
     setattr(self, _GROUP, (layer, layer_names[0]))
-    if config.is_on(vllm_config):
-        from mla_fusion.runtime import layer_state
-
-        state = getattr(layer, layer_state.ATTRIBUTE, None)
-        if state and state.plan and state.choice.chunks:
-            # Some backends count short prompts as decodes, unless a long one stands before them.
-            self.reorder_batch_threshold = state.plan.plan.settings.max_query_len
+    if rows := getattr(layer, _ROWS, 0):
+        # Some backends count short prompts as decodes, unless a long one stands before them.
+        self.reorder_batch_threshold = rows
 
 
 def _build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
