@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,7 +121,9 @@ def test_no_step_launches_what_was_not_compiled_ahead(
     )
     sent = []
     monkeypatch.setattr(ready, "compile_apart", lambda launches, device: sent.append(launches))
-    ready.compile_ahead(engine, 0)
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=None))
+    ready.compile_ahead(engine, config, 0)
+    config.cache_config.block_size = PAGE
     for each in (replace(graph, range=(engine.bucket + 1, 8192)), graph, graph):
         report.add(each)
     ready.wait()
@@ -141,7 +144,13 @@ def test_no_step_launches_what_was_not_compiled_ahead(
 def jobs(monkeypatch, tmp_path):
     """Launches that a process compiles, of which it says that it has no memory."""
     jobs = []
-    told = lambda launches, device: jobs.append(launches) or "status -9: no memory"  # noqa: E731
+
+    def told(launches, device):
+        jobs.append(launches)
+        if len(jobs) > 1:
+            raise OSError("no memory")
+        return "status -9: no memory"
+
     monkeypatch.setattr(ready, "compile_apart", told)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
@@ -158,9 +167,9 @@ def test_one_rank_of_a_host_compiles_in_the_folder_of_all(
     made = layer(16, "fp8")
     engine = attach({NAME: made}, Options("triton", "vllm"), BF16, page=PAGE)
     imitate(monkeypatch, arch, name="NVIDIA H200")
-    ready.compile_ahead(engine, rank)
+    ready.compile_ahead(engine, Mock(), rank)
     report.add(report.RangeReport((1, 4), products=dict.fromkeys(PRODUCTS, 1)))
     ready.wait()
-    assert len(jobs) == works * len(PRODUCTS) == caplog.text.count("status -9: no memory")
+    assert len(jobs) == works * len(PRODUCTS) == caplog.text.count("failed, ")
     folder = os.environ.get("TRITON_CACHE_DIR")
     assert folder == (str(report.folder(tmp_path) / "triton") if arch else None)

@@ -20,6 +20,8 @@ from mla_fusion import gpu
 def compile_apart(launches: Sequence[Callable[[], Any]], device: torch.device) -> str:
     """Compile in a new process what these calls launch on `device`: they can be pickled, and have
     meta tensors. Returns what the process said if it failed, else nothing."""
+    if not launches:
+        return ""
     from triton.runtime import driver
 
     job = pickle.dumps((gpu.of(device), driver.active.get_current_target(), launches))

@@ -76,7 +76,7 @@ def prepare_layers(load_model: Callable[..., Any], self: Any, *args: Any, **kwar
         engine = Engine.of(self.vllm_config)
         setattr(self, ENGINE, engine)
         attach(engine)
-        ready.compile_ahead(engine, self.local_rank)
+        ready.compile_ahead(engine, self.vllm_config, self.local_rank)
     return result
 
 

@@ -3,8 +3,9 @@ compiles the rest. `collectives.prepare` waits for it."""
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,11 @@ from mla_fusion.runtime.decode_choice import Choice
 from mla_fusion.runtime.engine import Engine
 from mla_fusion.runtime.step_plan import StepPlan
 
+PROCESSES = 8  # at a time; each takes half a gigabyte of the host's memory
 _started: dict[Any, Future[str]] = {}
 
 
-def compile_ahead(engine: Engine, local_rank: int) -> None:
+def compile_ahead(engine: Engine, vllm_config: Any, local_rank: int) -> None:
     """Let the first rank of a host compile what the passes find, for all of them, into a folder
     that the next start has too: Inductor names one once it compiles, and that start does not."""
     _started.clear()
@@ -33,47 +35,68 @@ def compile_ahead(engine: Engine, local_rank: int) -> None:
         folder = report.folder(vllm_compat.cache_root()) / "triton"
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
         if local_rank == 0:
-            report.listeners.append(partial(_see, engine, device, ThreadPoolExecutor()))
+            found = _Found(engine, device, vllm_config, ThreadPoolExecutor(PROCESSES))
+            report.listeners.append(found.see)
 
 
 def wait() -> None:
     """Wait until all is compiled. What failed compiles where it is launched, which raises the error
     again if it was not the process's own."""
-    for said in filter(None, (each.result() for each in _started.values())):
-        logger.warning("mla-fusion: a process that compiles kernels failed, %s", said)
+    for compiled in _started.values():
+        if said := compiled.exception() or compiled.result():
+            logger.warning("mla-fusion: a process that compiles kernels failed, %s", said)
 
 
-def _see(
-    engine: Engine, device: torch.device, pool: ThreadPoolExecutor, graph: report.RangeReport
-) -> None:
-    """Compile what the graphs of a range launch, each once."""
-    if graph.range[1] > engine.bucket:
-        return
-    works: dict[Any, Any] = {(*sorted(graph.outputs), ""): _attention} if graph.fused else {}
-    works |= dict.fromkeys(graph.variants, _region) | dict.fromkeys(graph.products, _products)
-    for each, launches_of in works.items():
-        if each not in _started and (launches := [*launches_of(engine, device, each)]):
-            _started[each] = pool.submit(compile_apart, launches, device)
+@dataclass(frozen=True)
+class _Found:
+    """What the passes of an engine find; `pool` has a thread for each process."""
 
+    engine: Engine
+    device: torch.device
+    vllm_config: Any
+    pool: ThreadPoolExecutor
 
-def _attention(engine: Engine, _: torch.device, kinds: tuple[str, ...]) -> Iterator[partial[Any]]:
-    for plan, layer, weight in runtime.planned(engine.layers):
-        if plan.plan.aiter is None:
-            given = vars(plan.plan.settings) | {"device": "meta"}
-            cache, of = _cache(engine.page, layer), (layer.impl.scale, layer.v_head_dim)
-            yield partial(_warm_up, given, plan.out.dtype, cache, *of, _meta(weight), kinds[:-1])
+    def see(self, graph: report.RangeReport) -> None:
+        """Compile what the graphs of a range launch, each once."""
+        if graph.range[1] > self.engine.bucket:
+            return
+        works: dict[Any, Any] = (
+            {(*sorted(graph.outputs), ""): self.attention} if graph.fused else {}
+        )
+        works |= dict.fromkeys(graph.variants, self.region)
+        works |= dict.fromkeys(graph.products, self.products)
+        for each in works.keys() - _started:
+            _started[each] = self.pool.submit(self.compile, works[each], each)
 
+    def compile(self, launches_of: Callable[[Any], Iterable[Any]], each: Any) -> str:
+        return compile_apart([*launches_of(each)], self.device)
 
-def _region(engine: Engine, _: torch.device, variant: Any) -> Iterator[partial[Any]]:
-    if engine.options.provider == "triton":
-        for batch in runtime.batches(engine.layers, [variant], partial(_cache, engine.page)):
-            on_meta = partial(batch.func, **{n: _meta(x) for n, x in batch.keywords.items()})
-            yield partial(triton.warmup, on_meta, engine.bucket, print)
+    def attention(self, kinds: tuple[str, ...]) -> Iterator[partial[Any]]:
+        for plan, layer, weight in runtime.planned(self.engine.layers):
+            if plan.plan.aiter is None:
+                given = vars(plan.plan.settings) | {"device": "meta"}
+                cache, of = self.cache(layer), (layer.impl.scale, layer.v_head_dim)
+                yield partial(
+                    _warm_up, given, plan.out.dtype, cache, *of, _meta(weight), kinds[:-1]
+                )
 
+    def region(self, variant: Any) -> Iterator[partial[Any]]:
+        if self.engine.options.provider == "triton":
+            for batch in runtime.batches(self.engine.layers, [variant], self.cache):
+                on_meta = partial(batch.func, **{n: _meta(x) for n, x in batch.keywords.items()})
+                yield partial(triton.warmup, on_meta, self.engine.bucket, print)
 
-def _products(engine: Engine, device: torch.device, widths: str) -> list[partial[Any]]:
-    k, *sizes = map(int, re.findall(r"\d+", widths))
-    return projections.launches(device, tuple(sizes), k, engine.activation)
+    def products(self, widths: str) -> list[partial[Any]]:
+        k, *sizes = map(int, re.findall(r"\d+", widths))
+        return projections.launches(self.device, tuple(sizes), k, self.engine.activation)
+
+    def cache(self, layer: Any) -> torch.Tensor:
+        """Two pages of the layer's cache. vLLM allocates it later, and chooses pages once the model
+        is loaded."""
+        facts: Any = layer_state.of(layer).facts
+        shape = 2, self.vllm_config.cache_config.block_size
+        width = layer.kv_lora_rank + layer.qk_rope_head_dim
+        return torch.empty((*shape, width), dtype=facts.cache, device="meta")
 
 
 def _warm_up(
@@ -88,13 +111,6 @@ def _warm_up(
     )
     plan = attention.PersistentDecodePlan.allocate(**settings)
     StepPlan(plan, out, Choice()).warm_up(cache, layer, weight, kinds)
-
-
-def _cache(page: int, layer: Any) -> torch.Tensor:
-    """Two pages of the layer's cache, which vLLM has not allocated yet."""
-    facts: Any = layer_state.of(layer).facts
-    shape = 2, page, layer.kv_lora_rank + layer.qk_rope_head_dim
-    return torch.empty(shape, dtype=facts.cache, device="meta")
 
 
 def _meta(value: Any) -> Any:
