@@ -108,3 +108,12 @@ def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:
         for read in list(group[0].node.users):
             read.replace_all_uses_with(results[read.args[1]])  # type: ignore[index]
     return new
+
+
+def widths(node: fx.Node) -> str:
+    """The widths of what a launch normalizes, for the report; empty for the fused op."""
+    if node.target != ops.get(ops.NORM):
+        return ""
+    args: Any = node.args
+    sizes = " + ".join(str(x.meta["val"].shape[1]) for x in args[0])
+    return f"{sizes} of {len(args[1]) + 1} terms" if args[1] else sizes

@@ -35,7 +35,7 @@ from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
-from mla_fusion.passes.norms import MLANormPass
+from mla_fusion.passes.norms import MLANormPass, widths
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.projections import MLAProjectionPass, described, left_out
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
@@ -269,6 +269,7 @@ def project(
         graph.lint()
     done("7")
     normed = MLANormPass(provider, kept)(graph)
+    record.norms = Counter(filter(None, map(widths, dict.fromkeys(normed.rewritten.values()))))
     if normed.rewritten:
         stable_topological_sort(graph)  # the second norm's input may come behind the first norm
         drop_dead(graph, normed.dead)

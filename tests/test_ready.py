@@ -21,6 +21,7 @@ from mla_fusion import report, runtime
 from mla_fusion.config import Options
 from mla_fusion.kernels import ahead
 from mla_fusion.ops import Quantization, Rope, Variant
+from mla_fusion.projections import triton as projections
 from mla_fusion.runtime import layer_state, projection, ready
 from mla_fusion.runtime.output import QuantizedOutput
 from tests.attention.decodes import BF16, FN, FP32
@@ -38,6 +39,9 @@ PRODUCTS = {
     "2048 -> 3072 + 576": ((3072, 576), 2048), "2048 -> 2048": ((2048,), 2048),
     "2048 -> 1344": ((1344,), 2048),
 }  # fmt: skip
+
+
+NORMS = {"2048 of 3 terms": ((2048,), 2), "2048": ((2048,), 0), "1536 + 512": ((1536, 512), 0)}
 
 
 @pytest.fixture
@@ -80,6 +84,10 @@ def step(made, batch, length, kind):
     tokens, heads, name = batch * length, made.num_heads, _encode_layer_name(NAME)
     for sizes, k in PRODUCTS.values():
         projection.project(meta(tokens, k), [meta(size, k) for size in sizes])
+    for sizes, added in NORMS.values():
+        xs = [meta(tokens, 2112)[:, :size] for size in sizes]
+        norms = [meta(size) for size in sizes], [1e-6] * len(sizes)
+        projections.normalize(xs, *norms, [meta(tokens, 2048)] * added)
     lengths, table = meta(batch, dtype=torch.int32), meta(batch, 320, dtype=torch.int32)
     metadata = SimpleNamespace(
         num_actual_tokens=tokens, num_decode_tokens=tokens, max_query_len=length,
@@ -117,7 +125,13 @@ def test_no_step_launches_what_was_not_compiled_ahead(
     variants = [Variant(False, ROPE, "bfloat16", query, cache)]
     products = dict.fromkeys(PRODUCTS, 1)
     graph = report.RangeReport(
-        (1, engine.bucket), 1, 1, variants=variants, outputs={kind: 1}, products=products
+        (1, engine.bucket),
+        1,
+        1,
+        variants=variants,
+        outputs={kind: 1},
+        products=products,
+        norms=dict.fromkeys(NORMS, 1),
     )
     sent = []
     monkeypatch.setattr(ready, "compile_apart", lambda launches, device: sent.append(launches))
@@ -127,11 +141,20 @@ def test_no_step_launches_what_was_not_compiled_ahead(
     for each in (replace(graph, range=(engine.bucket + 1, 8192)), graph, graph):
         report.add(each)
     ready.wait()
-    assert len(sent) == 2 + len(PRODUCTS)
+    assert len(sent) == 2 + len(PRODUCTS) + len(NORMS)
     for launch in chain(*sent):
         launch()
     expected = set(compiled)
-    names = {"mla_prep", "mla_plan", "mla_reduce", "mla_product", "vector", "matrix", decode}
+    names = {
+        "mla_prep",
+        "mla_plan",
+        "mla_reduce",
+        "mla_product",
+        "vector",
+        "matrix",
+        "rms_norm",
+        decode,
+    }
     assert {name for name, _ in expected} == names
     made.kv_cache = meta(1000, PAGE, LATENT + ROPE, dtype=torch.uint8 if cache == "fp8" else BF16)
     for batch in range(1, SEQUENCES + 1):

@@ -40,6 +40,13 @@ def launches(
     return [*found.values()]
 
 
+def norm_launch(widths: Sequence[int], terms: int, dtype: torch.dtype) -> partial[Any]:
+    """A launch of meta tensors for norms of these widths, the first one of a sum of `terms`."""
+    xs = [torch.empty((1, width), dtype=dtype, device="meta") for width in widths]
+    weights, epsilons = [x[0] for x in xs], [1e-6] * len(xs)
+    return partial(normalize, xs, weights, epsilons, xs[:1] * (terms - 1))
+
+
 def launch_arguments(
     plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> dict[str, Any]:

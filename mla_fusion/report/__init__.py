@@ -44,6 +44,7 @@ class RangeReport:
     plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
     products: dict[str, int] = field(default_factory=dict)  # launches of pass 7, by their widths
     plain_products: dict[Decline, int] = field(default_factory=dict)  # as they were
+    norms: dict[str, int] = field(default_factory=dict)  # launches of pass 8, by their widths
     pass_ms: float = 0.0
     passes: dict[str, PassOps] = field(default_factory=dict)  # by number, in their order
 
@@ -58,6 +59,7 @@ class RangeReport:
         self.declined = counted(self.declined, graph.declined)
         self.plain_outputs = counted(self.plain_outputs, graph.plain_outputs)
         self.products = Counter(self.products) + Counter(graph.products)
+        self.norms = Counter(self.norms) + Counter(graph.norms)
         self.plain_products = counted(self.plain_products, graph.plain_products)
         for number, found in graph.passes.items():
             self.passes[number] = self.passes.get(number, PassOps({}, {})) + found
@@ -133,6 +135,7 @@ class Report:
                     for d, n in r.plain_outputs.items()
                 ]
             out += [f"    {n} launches of products {widths}" for widths, n in r.products.items()]
+            out += [f"    {n} launches of norms {widths}" for widths, n in r.norms.items()]
             out += [f"    {n} products kept: {d.explain()}" for d, n in r.plain_products.items()]
             if r.layer:
                 out.append("    ops of one layer, before -> after:")

@@ -65,6 +65,7 @@ class _Found:
         )
         works |= dict.fromkeys(graph.variants, self.region)
         works |= dict.fromkeys(graph.products, self.products)
+        works |= {("norm", widths): self.norm for widths in graph.norms}
         for each in works.keys() - _started:
             _started[each] = self.pool.submit(self.compile, works[each], each)
 
@@ -89,6 +90,11 @@ class _Found:
     def products(self, widths: str) -> list[partial[Any]]:
         k, *sizes = map(int, re.findall(r"\d+", widths))
         return projections.launches(self.device, tuple(sizes), k, self.engine.activation)
+
+    def norm(self, of: tuple[str, str]) -> list[partial[Any]]:
+        sizes, _, terms = of[1].partition(" of ")
+        widths = [*map(int, sizes.split(" + "))]
+        return [projections.norm_launch(widths, int(terms[:1] or 1), self.engine.activation)]
 
     def cache(self, layer: Any) -> torch.Tensor:
         """Two pages of the layer's cache. vLLM allocates it later, and chooses pages once the model

@@ -41,9 +41,10 @@ OUTPUTS = (
 
 PRODUCTS = (
     report.RangeReport((1, 4), 2, 2, products={"24 -> 40 + 18": 2, "40 -> 32": 1},
+                       norms={"24 of 2 terms": 2},
                        passes={"7": PassOps({"mm": 3}, {"mm": 0, "projection": 2})},
                        plain_products={Decline("product-slower", "8 -> 9"): 4}),
-    report.RangeReport((1, 4), products={"40 -> 32": 1},
+    report.RangeReport((1, 4), products={"40 -> 32": 1}, norms={"24 of 2 terms": 1},
                        passes={"7": PassOps({"mm": 1}, {"projection": 1}), "5": PassOps({}, {})},
                        plain_products={Decline("product-opaque", "gemm"): 1}),
 )  # fmt: skip

@@ -108,14 +108,18 @@ def faster(monkeypatch):
     return put
 
 
-@pytest.mark.parametrize("made", MODELS, ids=lambda made: made.__name__)
-def test_norms_become_one_launch_that_rounds_once(made, faster):
+@pytest.mark.parametrize(
+    "made, widths",
+    [(in_front, f"{K} of 2 terms"), (of_experts, f"{K} of 3 terms"), (behind, f"{KV} + {Q - KV}")],
+)
+def test_norms_become_one_launch_that_rounds_once(made, widths, faster):
     faster()
     ours, wanted = map(build, MODELS[made])
     old = {*ours.graph.nodes}
     record = rewrite(ours)
     assert len(find_all(ours, NORM)) == 1 and not [n for op in IR for n in find_all(ours, op)]
     assert (record.passes["8"].after[NORM], record.passes["7"].after[NORM]) == (1, 0)
+    assert record.norms == {widths: 1}
     for node in {*ours.graph.nodes} - old:
         assert "val" in node.meta, node.name
     given = values()
@@ -269,7 +273,7 @@ def test_graphs_of_engines_on_a_gpu(name, provider, taken, faster):
     pipeline.contained(module.graph, Range(start=1, end=4), work)
     record = report._records.pop()
     fused = find_all(module, FUSED)
-    assert len(fused) == record.fused > 0 and not find_all(module, NORM)
+    assert len(fused) == record.fused > 0 and not find_all(module, NORM) and not record.norms
     assert all(("kv_norm_weight" in each.kwargs) == taken for each in fused)
     assert all((variant.kv_norm_epsilon == 1e-6) == taken for variant in record.variants)
     copies = len(find_all(module, aten.clone.default))
