@@ -119,7 +119,10 @@ _SCHEMAS = {
         f"{_NORM_ARGUMENTS}) -> ()"
     ),
     PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
-    NORM: "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons) -> Tensor[]",
+    NORM: (
+        "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons, bool wide=False) "
+        "-> Tensor[]"
+    ),
     CUT: "() -> ()",
 }
 
@@ -159,6 +162,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
     PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
-    NORM: lambda xs, added, *_: [x.new_empty(x.shape) for x in (*xs, *added[:1])],
+    NORM: lambda xs, added, weights, epsilons, wide=False: [
+        *(x.new_empty(x.shape) for x in xs),
+        *(xs[0].new_empty(x.shape, dtype=torch.float32 if wide else None) for x in added[:1]),
+    ],
     **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

@@ -12,24 +12,28 @@ of Inductor's does not. Norms of one value, as of the query's latents and of kv_
 not at all, and neither into the fused op: Inductor has one kernel for both.
 
 Safe because the ops compute what the norms do, rounded once as in Inductor's code, whose sum of
-squares has another order. The attention normalizes for a batch that is not decode-only, as the
-fused op does: for any other the cache has what it reads. Nothing else may read a norm that goes
-into them."""
+squares has another order. Like that, a sum for the next norm of the graph is not rounded. The
+attention normalizes for a batch that is not decode-only, as the fused op does: for any other the
+cache has what it reads. Nothing else may read a norm that goes into them."""
 
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from mla_fusion import gpu, ops
 from mla_fusion.passes.fix_functionalization import apart
 from mla_fusion.passes.rewrite import PassResult, call
+from mla_fusion.patterns.nodes import dtype_of
 from mla_fusion.patterns.norms import Norm, read_norm, source
 from mla_fusion.patterns.site import called, functionalized_op, is_live, outputs
 
-_PRODUCT, _FUSED = (f"{ops.NAMESPACE}::{name}" for name in (ops.PROJECTION, ops.FUSED))
+_PRODUCT, _NORM, _FUSED = (
+    f"{ops.NAMESPACE}::{name}" for name in (ops.PROJECTION, ops.NORM, ops.FUSED)
+)
 
 
 @dataclass
@@ -40,12 +44,13 @@ class MLANormPass:
     kept: Set[fx.Node] = frozenset()
 
     def __call__(self, graph: fx.Graph) -> PassResult:
-        result, groups = PassResult(), dict[fx.Node, list[Norm]]()
+        result, groups = PassResult(), dict[fx.Node, list[fx.Node]]()
         for node in graph.nodes:
             if norm := read_norm(node):
-                of = node if norm.added else source(norm.x)
-                groups.setdefault(of, []).append(norm)
-        for group in groups.values():
+                groups.setdefault(node if norm.added else source(norm.x), []).append(node)
+        for nodes in groups.values():
+            # Read again: its residual may be a new launch's.
+            group = [norm for node in nodes if (norm := read_norm(node))]
             if any(norm.node in self.kept for norm in group):
                 continue
             region = self._region(group[0]) if len(group) == 1 else ()
@@ -57,6 +62,8 @@ class MLANormPass:
                 continue
             result.rewritten |= {norm.node.name: new for norm in group}
             result.dead += [norm.node for norm in group]
+        for new in filter(_adds, dict.fromkeys(result.rewritten.values())):
+            _widen(new, result.dead)
         return result
 
     def _region(self, norm: Norm) -> Sequence[fx.Node]:
@@ -81,6 +88,25 @@ def _begins_early(group: Sequence[Norm]) -> bool:
         return True
     readers = (user for norm in group for normed in norm.normed for user in normed.users)
     return any(called(reader) == _PRODUCT for reader in readers)
+
+
+def _adds(launch: fx.Node) -> bool:
+    """True if a launch makes a sum."""
+    return called(launch) == _NORM and bool(launch.args[1])
+
+
+def _widen(launch: fx.Node, dead: Collection[fx.Node]) -> None:
+    """Let a sum that only other launches of the op read be fp32: Inductor rounds none within a
+    graph."""
+    sums = outputs(launch, len(launch.meta["val"]) - 1)
+    readers = [user for node in sums for user in node.users if user not in dead]
+    if not readers or any(called(user) != _NORM for user in readers):
+        return
+    launch.args = (*launch.args, True)
+    wide = launch.meta["val"][-1].float()
+    launch.meta["val"] = [*launch.meta["val"][:-1], wide]
+    for node in sums:
+        node.meta["val"] = wide
 
 
 def _absorb(norm: Norm, region: Sequence[fx.Node]) -> fx.Node:
@@ -115,5 +141,9 @@ def widths(node: fx.Node) -> str:
     if node.target != ops.get(ops.NORM):
         return ""
     args: Any = node.args
-    sizes = " + ".join(str(x.meta["val"].shape[1]) for x in args[0])
-    return f"{sizes} of {len(args[1]) + 1} terms" if args[1] else sizes
+    sizes, added = " + ".join(str(x.meta["val"].shape[1]) for x in args[0]), args[1]
+    if not added:
+        return sizes
+    wide = dtype_of(added[-1]) == torch.float32
+    kept = f"{', one in fp32' if wide else ''}{', kept in fp32' if args[4:] else ''}"
+    return f"{sizes} of {len(added) + 1} terms{kept}"

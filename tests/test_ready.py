@@ -41,7 +41,12 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-NORMS = {"2048 of 3 terms": ((2048,), 2), "2048": ((2048,), 0), "1536 + 512": ((1536, 512), 0)}
+NORMS = {
+    "2048 of 3 terms": ((2048,), [BF16, BF16], False), "2048": ((2048,), [], False),
+    "2048 of 2 terms, kept in fp32": ((2048,), [BF16], True),
+    "2048 of 3 terms, one in fp32": ((2048,), [BF16, FP32], False),
+    "1536 + 512": ((1536, 512), [], False),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -84,10 +89,10 @@ def step(made, batch, length, kind):
     tokens, heads, name = batch * length, made.num_heads, _encode_layer_name(NAME)
     for sizes, k in PRODUCTS.values():
         projection.project(meta(tokens, k), [meta(size, k) for size in sizes])
-    for sizes, added in NORMS.values():
+    for sizes, added, kept in NORMS.values():
         xs = [meta(tokens, 2112)[:, :size] for size in sizes]
         norms = [meta(size) for size in sizes], [1e-6] * len(sizes)
-        projections.normalize(xs, *norms, [meta(tokens, 2048)] * added)
+        projections.normalize(xs, *norms, [meta(tokens, 2048, dtype=t) for t in added], kept)
     lengths, table = meta(batch, dtype=torch.int32), meta(batch, 320, dtype=torch.int32)
     metadata = SimpleNamespace(
         num_actual_tokens=tokens, num_decode_tokens=tokens, max_query_len=length,

@@ -19,14 +19,15 @@ def in_float64(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    added: Sequence[torch.Tensor] = (), wide: torch.dtype = torch.float32,
+    added: Sequence[torch.Tensor] = (), wide: bool = False, within: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """See `mla_fusion.projections.triton.normalize`; computed in the type `wide`."""
-    values = [x.to(wide) for x in xs]
+    """See `mla_fusion.projections.triton.normalize`; computed in the type `within`."""
+    values = [x.to(within) for x in xs]
     for term in added:
-        values[0] = values[0] + term.to(wide)
+        values[0] = values[0] + term.to(within)
     found = [
-        value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon) * weight.to(wide)
+        value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon) * weight.to(within)
         for value, weight, epsilon in zip(values, weights, epsilons, strict=True)
     ]
-    return [each.to(xs[0].dtype) for each in (*found, *values[: len(added) > 0])]
+    sums = [values[0].to(within if wide else xs[0].dtype)] if added else []
+    return [*(each.to(xs[0].dtype) for each in found), *sums]

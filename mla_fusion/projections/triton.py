@@ -40,11 +40,16 @@ def launches(
     return [*found.values()]
 
 
-def norm_launch(widths: Sequence[int], terms: int, dtype: torch.dtype) -> partial[Any]:
-    """A launch of meta tensors for norms of these widths, the first one of a sum of `terms`."""
+def norm_launch(
+    widths: Sequence[int], terms: int, dtype: torch.dtype, one: bool, kept: bool
+) -> partial[Any]:
+    """A launch of meta tensors for norms of these widths, the first one of a sum of `terms`, of
+    which `one` is fp32, and which is `kept` in fp32."""
     xs = [torch.empty((1, width), dtype=dtype, device="meta") for width in widths]
     weights, epsilons = [x[0] for x in xs], [1e-6] * len(xs)
-    return partial(normalize, xs, weights, epsilons, xs[:1] * (terms - 1))
+    added = xs[:1] * (terms - 1)
+    added[-1:] = [x.float() if one else x for x in added[-1:]]
+    return partial(normalize, xs, weights, epsilons, added, kept)
 
 
 def launch_arguments(
@@ -77,14 +82,17 @@ def launch_arguments(
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    added: Sequence[torch.Tensor] = (),
+    added: Sequence[torch.Tensor] = (), wide: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The RMSNorm of each of one or two x [T, K] with a weight [K], dense, and with one or two
     tensors [T, K] that are added to the first x, that sum too: all of one type, bf16 or fp16,
-    computed in fp32 and rounded once. Rows may be strided, their elements not."""
+    computed in fp32 and rounded once. The last of `added` may be fp32, and the sum is if `wide`.
+    Rows may be strided, their elements not."""
     from mla_fusion.projections import kernel
 
-    outputs = [x.new_empty(x.shape) for x in (*xs, *added[:1])]
+    outputs = [x.new_empty(x.shape) for x in xs]
+    if added:
+        outputs.append(xs[0].new_empty(xs[0].shape, dtype=torch.float32 if wide else None))
     rows = first, _, *_ = xs[0], xs[-1], *(added or xs)[:1], *(added or xs)[-1:]
     strides = [x.stride(0) if len(x) > 1 else 0 for x in rows]
     align = 1 if any(stride % 8 for stride in strides) else 8

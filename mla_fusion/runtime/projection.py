@@ -25,11 +25,11 @@ def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tens
 
 def normalize(
     xs: Sequence[torch.Tensor], added: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
-    epsilons: Sequence[float],
+    epsilons: Sequence[float], wide: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """See `mla_fusion.projections.triton.normalize`; for any number of tokens, on any device."""
     if not xs[0].is_cuda:
-        return reference.normalize(xs, weights, epsilons, added)
+        return reference.normalize(xs, weights, epsilons, added, wide)
     from mla_fusion.projections import triton
 
-    return triton.normalize(xs, weights, epsilons, added)
+    return triton.normalize(xs, weights, epsilons, added, wide)

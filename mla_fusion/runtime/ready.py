@@ -94,7 +94,8 @@ class _Found:
     def norm(self, of: tuple[str, str]) -> list[partial[Any]]:
         sizes, _, terms = of[1].partition(" of ")
         widths = [*map(int, sizes.split(" + "))]
-        return [projections.norm_launch(widths, int(terms[:1] or 1), self.engine.activation)]
+        wide = "one in fp32" in terms, "kept in fp32" in terms
+        return [projections.norm_launch(widths, int(terms[:1] or 1), self.engine.activation, *wide)]
 
     def cache(self, layer: Any) -> torch.Tensor:
         """Two pages of the layer's cache. vLLM allocates it later, and chooses pages once the model

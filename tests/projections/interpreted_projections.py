@@ -47,11 +47,14 @@ def test_norms_are_right(case):
 
 
 NORM_BUGS = {
-    "rounded twice": lambda xs, w, e, r: [a * b for a, b in zip(
-        normalize(xs, [torch.ones_like(a) for a in w], e, r), [*w, 1], strict=False)],
-    "no residual": lambda xs, w, e, r: normalize(xs, w, e, [each * 0 for each in r]),
-    "epsilons": lambda xs, w, e, r: normalize(xs, w, e[::-1], r),
-    "rows": lambda xs, w, e, r: [y.roll(1, 0) for y in normalize(xs, w, e, r)],
+    "rounded twice": lambda xs, w, e, *more: [
+        a * b for a, b in zip(normalize(xs, [torch.ones_like(a) for a in w], e, *more), [*w, 1],
+                              strict=False)],
+    "a term left out": lambda xs, w, e, r, wide: normalize(xs, w, e, [t * 0 for t in r], wide),
+    "epsilons": lambda xs, w, e, *more: normalize(xs, w, e[::-1], *more),
+    "rows": lambda *given: [y.roll(1, 0) for y in normalize(*given)],
+    "a rounded sum": lambda *given: [y.to(given[0][0].dtype).to(y.dtype)
+                                     for y in normalize(*given)],
 }  # fmt: skip
 
 
