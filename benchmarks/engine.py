@@ -19,9 +19,10 @@ quantizations. The widest is the measure, and the error is always planted.
 Some configurations of `tokens` also run `portable`: `fused` with this library's persistent decode.
 A profile must show that decode in every layer, and one refresh of its plan in every forward pass.
 
-With --gpus N an engine of `tokens` and `complete` has N GPUs: tensor parallelism, data-parallel
-attention with experts in parallel (N engines, which begin at different times), and ranks of tensor
-parallelism that share a cache, with and without a draft. mla_fusion must be installed. Where ranks
+With --tp N, --dp N or --dcp N, or several of them, an engine of `tokens` and `complete` has N GPUs:
+tensor parallelism, data-parallel attention with experts in parallel (N engines, which begin at
+different times), and ranks of tensor parallelism that share a cache, with and without a draft.
+mla_fusion must be installed. Where ranks
 share a cache, `tp`, vLLM with a cache for each rank, is in the place of `cat`, which leaves the
 tokens of other ranks unrotated. In the place of `fused` is `auto`, the flag alone. `tokens` plants
 the error on the last rank of every configuration, and reads from the report of each rank that it
@@ -41,7 +42,7 @@ import engine_compare
 import torch
 from engine_compare import layers_of
 from engine_complete import complete
-from engine_jobs import devices, job, run, write
+from engine_jobs import devices, is_asked, job, run, write
 from engine_sparse import sparse
 from engine_start import start
 from engine_worker import KERNELS
@@ -51,6 +52,7 @@ from mla_fusion.measure.records import environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+WAYS = ("tp", "dp", "dcp")  # in which several GPUs divide the work of an engine
 # Configurations of `tokens` that `portable` runs in.
 PORTABLE = (
     "r1-tp8 fp8 custom-rope", "r1-tp8 bf16 FULL_DECODE_ONLY", "r1-tp8 fp8 mtp-1",
@@ -77,15 +79,21 @@ def main() -> None:
     parser.add_argument("--arms", default="", help="not of `tokens`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of an engine; see above")
+    for way in WAYS:
+        parser.add_argument(f"--{way}", type=int, default=1, help="GPUs of an engine; see above")
     parser.add_argument("--only", default="", help="parts of configurations' names, with commas")
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
     args = parser.parse_args()
+    asked = {way: n for way in WAYS if (n := getattr(args, way)) > 1}
+    args.gpus = max(asked.values(), default=1)
+    args.ways = tuple(f" {way}{n}" for way, n in asked.items()) or ("",)
     if args.gpus > (seen := torch.cuda.device_count()):
-        sys.exit(f"--gpus {args.gpus}: torch sees {seen}")
-    if args.what not in ("tokens", "complete") and args.gpus > 1:
-        sys.exit(f"`{args.what}` runs on one GPU: --gpus is of `tokens` and `complete`")
+        sys.exit(f"{args.gpus} GPUs for an engine: torch sees {seen}")
+    if asked and (len({*asked.values()}) > 1 or args.what not in ("tokens", "complete")):
+        sys.exit(
+            "--tp, --dp and --dcp have one number, of GPUs, and are of `tokens` and `complete`"
+        )
     rows, wrong, facts = [], 0, environment(args.commit, "benchmarks/engine.py")
     for found, failed in MEASURES[args.what](args):
         rows, wrong = rows + found, wrong + failed
@@ -101,7 +109,7 @@ def run_arms(
     """The results by arm of each configuration that `args.only` chooses, once all its arms end."""
     from vllm.utils.import_utils import has_deep_gemm
 
-    wanted = [n for n in known if any(part in n for part in args.only.split(","))]
+    wanted = [name for name in known if is_asked(name, args)]
     for name in [n for n in wanted if QUANTIZED.get(n) == "group_ue8m0" and not has_deep_gemm()]:
         # vLLM would take another linear layer, whose scales are not powers of two.
         print(f"   {name}: left out, DeepGEMM is not installed")

@@ -16,8 +16,8 @@ graph of the forward pass, or the whole step of a prefill, batch 0, or with draf
 mean by the clock, in microseconds; changes of the median are percent of `default`'s. The verdict of
 `engine_compare` on 12 prompts that every arm continues is in its rows.
 
-With --gpus the engines of as many cases as fit start side by side. Each rank's graph has its time,
-`gpu1` of the second, in which it also waits for the others; with a draft it is that of two graphs.
+With several GPUs the engines of as many cases as fit start side by side. Each rank's graph has its
+time, `gpu1` of the second, in which it also waits for the others; with a draft that of two graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import engine_compare
 import engine_model
 import torch
 from engine_compare import layers_of
-from engine_jobs import ENDS, Engine, devices, finish, job, ready, start_ranks
+from engine_jobs import ENDS, Engine, devices, finish, is_asked, job, ready, start_ranks
 from engine_worker import HELD
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def cases(args: argparse.Namespace, arms: int) -> Iterator[Case]:
         title = f"{name} {'bf16' if cache == 'auto' else cache}"
         if kind:
             title += f" mtp-{drafts}" * bool(drafts) + f" {kind}{n}"
-        if not any(part in title for part in args.only.split(",")):
+        if not is_asked(title, args):
             continue
         model = (RANKS[name, kind] if kind else MODELS[name]).cut(args.layers)
         weights = model.gigabytes * 1e9 / (1 if engine_model.is_rank(name) else n)

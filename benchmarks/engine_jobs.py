@@ -150,6 +150,11 @@ def write(path: Path | str, rows: list[dict[str, Any]], facts: dict[str, str]) -
         writer.writerows({**row, **facts} for row in rows)
 
 
+def is_asked(name: str, args: Any) -> bool:
+    """Whether the command line asks for a configuration: `--only`, and how GPUs divide the work."""
+    return name.endswith(args.ways) and any(part in name for part in args.only.split(","))
+
+
 def devices(first: int, count: int) -> str:
     """`count` of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES of another names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -30,7 +30,7 @@ import engine_compare
 import engine_complete
 import engine_model
 import torch
-from engine_jobs import finish, job, ready, start_ranks
+from engine_jobs import finish, is_asked, job, ready, start_ranks
 
 from mla_fusion.runtime import sparse_step
 
@@ -53,7 +53,7 @@ def sparse(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int
     print(f"   on {torch.cuda.get_device_name()}")
     for model, name in itertools.product(MODELS, CACHES):
         title = f"{model} {name}"
-        if any(part in title for part in args.only.split(",")):
+        if is_asked(title, args):
             yield measured(title, model, CACHES[name], args, end)
 
 

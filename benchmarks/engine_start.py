@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from engine_complete import ARMS, MODELS
-from engine_jobs import devices, finish, job
+from engine_jobs import devices, finish, is_asked, job
 from engine_jobs import start as begin
 
 from mla_fusion.cli import child
@@ -40,7 +40,7 @@ def start(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]
     """Start the arms of the models that `args.only` names; yields the rows of each of `STATES`, and
     how many starts failed."""
     arms = (args.arms or ARMS).split(",")
-    wanted = [n for n in MODELS if any(part in n for part in args.only.split(","))]
+    wanted = [name for name in MODELS if is_asked(name, args)]
     folders = {(name, arm): tempfile.mkdtemp() for name in wanted for arm in arms}
     end, gpus = time.time() + args.seconds, torch.cuda.device_count()
     with ThreadPoolExecutor(gpus) as pool:

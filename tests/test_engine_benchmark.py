@@ -134,7 +134,8 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
 
     monkeypatch.setattr(engine, "run", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    args = argparse.Namespace(gpus=2, only="mtp-1", jobs=1, seconds=9, plant=())
+    ways = " tp2", " dp2", " dcp2"
+    args = argparse.Namespace(gpus=2, ways=ways, only="mtp-1", jobs=1, seconds=9, plant=())
     found = [(row["planted"][:5], wrong) for [row], wrong in engine.tokens(args)]
     assert found == [("WRONG", 0)] * 3
     assert [each["arm"] for each in jobs] == [
@@ -232,7 +233,7 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         lambda title, *_: timed.append((title, len(started))) or ([], True),
     )
     args = argparse.Namespace(
-        what="complete", gpus=2, only="", drafts=0, layers=0, arms="", seconds=99
+        what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99
     )
     assert [wrong for _, wrong in engine_complete.complete(args)] == [True] * 8  # none was ready
     assert timed == [
