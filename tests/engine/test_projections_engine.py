@@ -52,3 +52,17 @@ def test_the_option_leaves_products_to_vllm(job):  # noqa: F811
     on = run(job({"products": True, **FLAG, "projections": "vllm"}))
     assert CALL not in on["graphs"]["1-4"] and "aten.mm.default(" in on["graphs"]["1-4"]
     assert own_log(on) == [("INFO", SUMMARY)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, calls", [("deepseek-v2-shaped", 4), ("deepseek-v3-shaped", 6)])
+def test_norms_are_ours_and_tokens_those_of_vllm_to_the_bit(name, calls, job, tmp_path):  # noqa: F811
+    """In each of the two equal pieces those in front of the MLP and of q; with latents of the query
+    one for both latents, else the fused op has that of kv_c."""
+    model = str(tiny_models.write(name, tmp_path / "model"))
+    options = {"products": True, "norms": True}
+    off, on = (run(job({**options, **flag}, model=model)) for flag in ({}, FLAG))
+    graph = on["graphs"]["1-4"]
+    assert graph.count(f"torch.ops.mla_fusion.{ops.NORM}.default(") == calls
+    assert ("kv_norm_epsilon" in graph) == (calls == 4)
+    assert (on["tokens"], on["logprobs"]) == (off["tokens"], off["logprobs"])

@@ -9,6 +9,9 @@ import os
 import re
 import signal
 import traceback
+import types
+
+import torch
 
 from mla_fusion import config
 from mla_fusion.cli import child
@@ -27,7 +30,8 @@ def serve(job, progress):
     custom_pass (the same, and the pass object in vLLM's hook); those of `NAMED`; bucket; gpu
     (whose measurements this library asks for; Inductor gets what it does for a GPU); fp8_ops
     (imitate the quantizations that a CPU build lacks); products (linear layers as on CUDA, and a
-    plan for each product, which torch computes); invariant (as with VLLM_BATCH_INVARIANT=1, for
+    plan for each product, which torch computes); norms (pass 8 takes them as on an H200, and they
+    are what Inductor makes of the formula); invariant (as with VLLM_BATCH_INVARIANT=1, for
     which vLLM has no backend on a CPU); engines
     (how many); flags (in place of flag:
     one for each engine, which serves at once, and again after all others); processes ("spawn" or
@@ -45,6 +49,8 @@ def serve(job, progress):
         importlib.import_module("tests.passes.linears")
     if options.get("products"):
         _plan_products()
+    if options.get("norms"):
+        _take_norms()
     kernels = _record_kernels()
     graphs, refreshes = _record_graphs(), _count_refreshes() if options.get("flag") else []
     engines, served = [], []
@@ -210,6 +216,24 @@ def _plan_products():
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
     projections.plan_for, projections.project = lambda *_: "a plan", reference.project
+
+
+def _take_norms():
+    from mla_fusion.kernels import reference as region
+    from mla_fusion.passes import norms, pipeline
+    from mla_fusion.projections import reference
+    from tests.gpus import described
+
+    norms.gpu = types.SimpleNamespace(of=lambda device: described("sm_90"))
+    take = pipeline.MLANormPass
+    pipeline.MLANormPass = lambda provider, kept: take("triton", kept)
+    compiled = torch.compile(reference.normalize, dynamic=True)
+
+    def normalize(xs, *more):
+        return [made.contiguous() for made in compiled(xs, *more)]
+
+    reference.normalize = normalize
+    region.normalize = lambda x, weight, epsilon: normalize([x], [weight], [epsilon])[0]
 
 
 def _count_refreshes():
