@@ -8,26 +8,28 @@ import contextlib
 from unittest import mock
 
 from mla_fusion.attention.cdna import decode as cdna_kernel
-from mla_fusion.attention.plan import planner_triton
+from mla_fusion.attention.plan import chunks_triton, planner_triton
 from mla_fusion.attention.triton import decode_kernel, quantize_kernel, reduce_kernel
 from mla_fusion.kernels import triton_kernels as region_kernels
 from tests.amd import compile, execute
 from tests.gpus import imitated
 
 DECODED = "out_ptr", "lse_ptr", "partial_ptr", "partial_lse_ptr"
+PLANNED = (
+    "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
+    "qo_indptr", "kv_indptr",
+)  # fmt: skip
 # The parameters that a kernel may write.
 WRITABLE = {
     "mla_prep": ("out_ptr", "cache_ptr"),
     **dict.fromkeys(("mla_decode_triton", "mla_decode_cdna"), DECODED),
     "mla_reduce": ("out_ptr", "lse_ptr"),
     "mla_quantize": ("out_ptr", "scale_ptr"),
-    "mla_plan": (
-        "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map",
-        "qo_indptr", "kv_indptr", "scratch",
-    ),
+    "mla_plan": (*PLANNED, "scratch"), "mla_plan_chunks": PLANNED,
 }  # fmt: skip
 KERNELS = (
     (region_kernels, "mla_prep"), (planner_triton, "mla_plan"),
+    (chunks_triton, "mla_plan_chunks"),
     (decode_kernel, "mla_decode_triton"), (cdna_kernel, "mla_decode_cdna"),
     (reduce_kernel, "mla_reduce"), (quantize_kernel, "mla_quantize"),
 )  # fmt: skip

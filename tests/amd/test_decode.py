@@ -81,5 +81,5 @@ def test_plans_as_the_specification(target, shape, backwards):
     """Every element of a plan."""
     with machine(target, Settings(backwards=backwards)) as launches:
         found = [*planner.check([shape], "cpu", plans=6)]
-    assert len(launches) == 12
+    assert len(launches) == 18
     assert all(each.right for each in found), found
