@@ -43,16 +43,18 @@ OPTIONS: tuple[list[tuple[tuple[str, Any], ...]], ...] = (
         (("dtype", BF16), ("kv_cache_dtype", "fp8"), ("layers", 1)),
     ],
     [(), *_each("scaled", "in_place")],
+    _each("ir_norm", False, True),
     [(), *_each("quantized", "group_tma", "group_ue8m0", "tensor", "tensor_native")],
 )
 
 
 def every_spec():
-    """All combinations of `OPTIONS`, without repetition; of quantizations only `SPECS` has some.
+    """All combinations of `OPTIONS`, without repetition; of norms of the IR and of quantizations
+    only `SPECS` has some.
 
     What reads the output does not meet what makes the query.
     """
-    rows = itertools.product(*OPTIONS[:-1])
+    rows = itertools.product(*OPTIONS[:-2])
     return list(dict.fromkeys(spec for spec in map(_spec, rows) if _exists(spec)))
 
 

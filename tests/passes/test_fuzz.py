@@ -17,19 +17,21 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from mla_fusion import ops, projections
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass
-from mla_fusion.patterns import products
+from mla_fusion.patterns import norms, products
 from mla_fusion.patterns.site import ATTENTION, attention_calls, functionalized_op
 from mla_fusion.report import RangeReport
 from mla_fusion.report.reasons import REASONS
+from tests.gpus import imitated
 from tests.passes import fake_engine, grammar, graphs, inductor, programs
 from tests.passes.fake_engine import BATCHES, Batch, assert_found, assert_same, fuse, run
-from tests.passes.graphs import TRACED_TOKENS, build, printed, state
+from tests.passes.graphs import TRACED_TOKENS, build, find_all, printed, state
 from tests.passes.numbered import passes
 
 # fp32: the order of a sum. bf16: a rounding of 2**-9 to either side, which the attention and the
 # projection after it carry on. fp8: one step of the type.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "fp8": 0.13}
-ATTENTIONS = {ATTENTION, *ops.RUNTIME_OPS} - {f"{ops.NAMESPACE}::{ops.FUSED}"}
+FUSED = f"{ops.NAMESPACE}::{ops.FUSED}"
+ATTENTIONS = {ATTENTION, *ops.RUNTIME_OPS} - {FUSED}
 # An error of this library is never a reason for a decline.
 ERRORS = {"pass-error", "unfused-pair", "unknown-layer"}
 SLOTS = fake_engine.BLOCKS * fake_engine.BLOCK_SIZE
@@ -154,17 +156,23 @@ def fuse_twice(module, twin, spec, quantized):
 
 
 def project_twice(module):
-    """Pass 7, to which every product is faster, of fp32 too: how many launches it made."""
+    """Passes 7 and 8, as on a GPU where every product is faster, of fp32 too: how many launches of
+    products and of norms they made, and how many norms went into a fused op."""
     record = RangeReport((1, 4))
-    types = mock.patch.object(products, "TYPES", (*products.TYPES, torch.float32))
-    with types, mock.patch.object(projections, "plan_for", lambda *_: "a plan"):
-        pipeline.project(module.graph, "auto", record, "reference")
+    types = (*products.TYPES, torch.float32)
+    with (
+        mock.patch.object(products, "TYPES", types), mock.patch.object(norms, "TYPES", types),
+        mock.patch.object(projections, "plan_for", lambda *_: "a plan"), imitated("sm_90"),
+    ):  # fmt: skip
+        pipeline.project(module.graph, "auto", record, "triton")
         module.graph.lint()
         once = state(module.graph)
-        pipeline.project(module.graph, "auto", again := RangeReport((1, 4)), "reference")
-    assert state(module.graph) == once and not again.products
+        pipeline.project(module.graph, "auto", again := RangeReport((1, 4)), "triton")
+    assert state(module.graph) == once and not again.products and not again.norms
     assert {decline.code for decline in record.plain_products} <= set(REASONS) - ERRORS
-    return Counter(products=sum(record.products.values()))
+    taken = sum("kv_norm_weight" in node.kwargs for node in find_all(module, FUSED))
+    return Counter(products=sum(record.products.values()), norms=sum(record.norms.values()),
+                   norms_in_the_op=taken)  # fmt: skip
 
 
 def one_by_one(module, spec, quantized, last):
