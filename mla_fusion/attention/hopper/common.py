@@ -76,22 +76,14 @@ def read_item(work, number, form: gl.constexpr):
 
 
 @gluon.jit
-def is_new(item, is_first, CHUNKS: gl.constexpr):
-    """Whether an item has another query than the one in front of it. Without CHUNKS each has; with
-    them those that begin a sequence, and the first one of a CTA."""
-    new = True
+def is_edge(is_outer, tokens, CHUNKS: gl.constexpr):
+    """Whether the query changes at the begin or end of an item: `is_outer` says whether the items
+    of the CTA begin or end there, `tokens` is how many of the sequence lie beyond. Without CHUNKS
+    each item has a query of its own."""
+    edge = True
     if CHUNKS:
-        new = is_first | (item.begin == 0)
-    return new
-
-
-@gluon.jit
-def is_done(item, is_last, CHUNKS: gl.constexpr):
-    """Whether the item behind this one has another query, as above."""
-    done = True
-    if CHUNKS:
-        done = is_last | (item.after == 0)
-    return done
+        edge = is_outer | (tokens == 0)
+    return edge
 
 
 @gluon.jit

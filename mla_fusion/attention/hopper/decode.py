@@ -240,9 +240,9 @@ def mla_decode_hopper(
         copied = item.end
         if not AHEAD:
             current = 0
-        elif not common.is_done(item, number + 1 == end, AHEAD):
+        elif not common.is_edge(number + 1 == end, item.after, AHEAD):
             copied += item.after
-        if common.is_new(item, number == begin, AHEAD):
+        if common.is_edge(number == begin, item.begin, AHEAD):
             if first_tile < stop:
                 tile.start_copy(
                     buffers, current, copies, first_tile, item.end, first_end, FORM, BULK

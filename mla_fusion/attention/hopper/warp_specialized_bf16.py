@@ -104,7 +104,7 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
         l = gl.zeros([ROWS, 4], gl.float32, ws.SUMS)
         acc = gl.zeros([ROWS, HALF], gl.float32, output)
         if count > 0:
-            items += gl.where(common.is_new(item, number == begin, form.CHUNKS), 1, 0)
+            items += gl.where(common.is_edge(number == begin, item.begin, form.CHUNKS), 1, 0)
             mbarrier.wait(query.full, (items - 1) & 1)
             buffer, _ = turn_of(done, BUFFERS)
             started = start_rotated(query, tiles, done, scores)
@@ -141,7 +141,7 @@ def score(work, query, tiles, shared, scored, target, factor, form: gl.constexpr
             _ = hopper.warpgroup_mma_wait(0, [started])
             mbarrier.arrive(tiles.left_free.index(buffer), count=1)
             done += 1
-            done_with_it = common.is_done(item, number + 1 == end, form.CHUNKS)
+            done_with_it = common.is_edge(number + 1 == end, item.after, form.CHUNKS)
             mbarrier.arrive(query.free, count=1, pred=done_with_it)
         lse, inverse = give_last(m, l, float("-inf"), shared, sent)
         sent += 1

@@ -12,7 +12,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
-from mla_fusion.attention.hopper.common import TILE, is_new, items_of, read_item, tiles_of, tma_load
+from mla_fusion.attention.hopper.common import (
+    TILE,
+    is_edge,
+    items_of,
+    read_item,
+    tiles_of,
+    tma_load,
+)
 from mla_fusion.attention.plan.device_code import LN2
 
 ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
@@ -88,7 +95,7 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
             gdc.gdc_wait()
         if count > 0:  # noqa: SIM102 (known when compiled; the other one is not)
             # fp8 copies it for each item: its scores free it so.
-            if is_new(item, number == begin, form.CHUNKS and SIZE == 2):
+            if is_edge(number == begin, item.begin, form.CHUNKS and SIZE == 2):
                 copy_query(query, items, work, item, R, form.HEADS)
                 items += 1
         for t in range(first, first + count):

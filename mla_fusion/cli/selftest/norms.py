@@ -83,7 +83,7 @@ def build(case: Case, device: str) -> tuple[Any, ...]:
     weights = [torch.randn(k).to(device, case.dtype) for k in case.widths]
     added = [rows(case.widths[0]) for _ in range(case.adds)]
     if case.wide:
-        added[-1] = added[-1].float().add_(2.0**-20)  # what bf16 has not
+        added[-1] = added[-1].float().mul_(1 + 2.0**-10)  # what bf16 has not
     if case.hostile:
         for x in (*xs, *added):
             x[0] = 0
