@@ -70,12 +70,15 @@ def attend(
     buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop, phases,
     current, copied, form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of an item. The copy of the first tile, into buffer
-    `current`, has begun. Returned are the sums [latents, rows], with PAIRS the sums of odd latents
-    too, m [rows], l [tokens, rows], the phases of the barriers, and the next buffer.
+    """The online softmax over the tiles of an item. Its first tile is on the way to buffer
+    `current`.
 
-    row: query rows of the CTA, in the layout of columns of the scores. copied: the end of the
-    tokens whose tiles are copied; with those of the next item the copy of its first tile has begun.
+    row: query rows of the CTA, in the layout of columns of the scores.
+    copied: no tile is copied from this token on. Where it lies behind the item, the first tile of
+    the next item is on its way at the end.
+
+    Returns the sums [latents, rows], with PAIRS those of even and of odd latents, m [rows],
+    l [tokens, rows], the phases of the barriers, and the buffer of the next tile.
     """
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]

@@ -161,7 +161,7 @@ def mla_decode_fp8(
     out_stride_h, table_stride, latents, rotated, block_rows, fresh, FORM: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The parameters are those of `mla_decode_hopper`, which is launched as early."""
+    """This kernel takes the parameters of `mla_decode_hopper`, and is launched as early."""
     if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = q_ptr.dtype.element_ty

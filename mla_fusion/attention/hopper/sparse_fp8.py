@@ -60,8 +60,9 @@ def load_slots(entries, tile):
 
 @gluon.jit
 def copy_part(target, pointer, slots, block_stride, ENTRY: gl.constexpr, PAGE: gl.constexpr):
-    """Start the copy of some columns, at `pointer` in the first entry, of the entries of a tile;
-    zeros for those of slot -1. Strides are in elements.
+    """Start to copy the same columns of every entry of a tile; zeros for slot -1.
+
+    pointer: these columns of the first entry. Strides are in elements.
     """
     layout: gl.constexpr = common.load_layout(
         target.shape[1], target.dtype, gl.num_warps(), target.shape[0]
@@ -203,9 +204,12 @@ def add_group(acc, odd, decay, view, shared_p, GROUP: gl.constexpr):
 def attend(
     ring, entries, query, shared_p, factor, tile, stop, score: gl.constexpr, form: gl.constexpr
 ):  # fmt: skip
-    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way: sums
-    [pairs of latents, rows] of each group, those of odd latents, m, l [tokens, rows]. factor: of
-    the scores of each row, in base 2.
+    """The online softmax over tiles `tile` to `stop`, of which STAGES - 1 are on their way.
+
+    factor: of the scores of each row, in base 2.
+
+    Returns the sums [pairs of latents, rows] of each group, of even and of odd latents, m [rows],
+    and l [tokens, rows].
     """
     ROWS: gl.constexpr = shared_p.shape[2]
     SLOTS: gl.constexpr = ring.slots.shape[0]
