@@ -92,7 +92,7 @@ def measured(
 def verdict(arm: str, results: dict[str, dict[str, Any]], model: str, cache: str) -> str:
     """What is wrong with the kernels or the tokens of an arm, or "right"."""
     heads = engine_model.MODELS[model]["num_attention_heads"]
-    most = sparse_step.most_tokens(heads, sparse_step.LAYOUTS[cache])
+    most = sparse_step.most_tokens(heads, cache)
     for batch, count in results[arm]["launches"].items():
         taken = arm in ("ours", "shifted") or (arm == "custom" and int(batch) <= most)
         decodes = LAYERS if taken else 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes from benchmarks/results/*.csv the tables of README.md and docs/performance.md, a plot, and
-what `attention=auto` decides by: mla_fusion/runtime/gpus/*.json.
+what `attention=auto` and CUSTOM decide by: the files in mla_fusion/runtime/{gpus,sparse_gpus}.
 
     python benchmarks/figures.py           all of it (needs matplotlib: the extra `bench`)
     python benchmarks/figures.py --tables  without the plot
@@ -15,6 +15,7 @@ import argparse
 import csv
 import hashlib
 import io
+import itertools
 import re
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -24,7 +25,10 @@ from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.measure.decode_peers import TOLERANCE
 from mla_fusion.runtime.measured import FOLDER, WIDTHS
 from mla_fusion.runtime.measured import PAGE as TOKENS
+from mla_fusion.runtime.sparse_step import FOLDER as SPARSE_FOLDER
 
+WINDOW = 128  # slots of V4's window, beside those that are chosen
+SPARSE_TOLERANCE = 1e-2  # of benchmarks/sparse.py
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "README.md", ROOT / "docs" / "performance.md"
@@ -210,6 +214,24 @@ def shipped(source: Path = STEPS) -> dict[str, str]:
     return {name: text(table) for name, table in shapes_of(chosen).items()}
 
 
+def sparse_shipped() -> dict[str, str]:
+    """The files of `SPARSE_FOLDER` by name: of ours and of vLLM's choice, by each one's last rows.
+    ValueError: ours was wrong."""
+    last: dict[tuple[str, ...], Row] = {}
+    for row in itertools.chain(*map(read, sorted(RESULTS.glob("sparse_*.csv")))):
+        ours = row["candidate"] == "ours"
+        if ours and not float(row["error"]) <= SPARSE_TOLERANCE:
+            raise ValueError(f"not a row to decide by: {row}")
+        slots = int(row["topk"]) + (WINDOW if "v4" in row["cache"] else 0)
+        form = {"dtype": row["cache"], "queries": "1", "values": "0", "batch": row["tokens"],
+                "context": str(slots), "ragged": "0"}  # fmt: skip
+        peer = "ours" if ours else "fa3_sparse" if row["cache"] == "bf16" else "flashmla_sparse"
+        if ours or row["vllm_default"] == "1":
+            key = row["gpu"], row["cache"], row["topk"], row["heads"], row["tokens"], peer
+            last[key] = row | form | {"candidate": peer}
+    return {name: text(table) for name, table in shapes_of(last.values()).items()}
+
+
 def draw_steps() -> None:
     """Bars of the step time by batch, with vLLM's defaults and with the flag, for each model: an
     SVG that is the same for the same rows."""
@@ -249,6 +271,8 @@ def main() -> None:
     options = parser.parse_args()
     for name, content in shipped().items():
         (FOLDER / name).write_text(content)
+    for name, content in sparse_shipped().items():
+        (SPARSE_FOLDER / name).write_text(content)
     for page, content in written().items():
         page.write_text(content)
     if not options.tables:

@@ -9,10 +9,13 @@ from mla_fusion.cli.calibrate import tables as convert
 from mla_fusion.runtime import measured
 
 
-def test_the_shipped_files_are_what_the_rows_say():
+@pytest.mark.parametrize(
+    ("folder", "shipped"),
+    [(measured.FOLDER, figures.shipped()), (figures.SPARSE_FOLDER, figures.sparse_shipped())],
+)
+def test_the_shipped_files_are_what_the_rows_say(folder, shipped):
     """Or, of a GPU whose rows are kept nowhere else, as the tool writes them."""
-    shipped = figures.shipped()
-    for path in measured.FOLDER.iterdir():
+    for path in folder.iterdir():
         written, held = path.read_text(), json.loads(path.read_bytes())
         assert written == shipped.get(path.name, convert.text(held))
         assert measured.read(path, held["gpu"]) and path.name == measured.file_name(held["gpu"])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_fusion import config
+from mla_fusion import config, gpu
 from mla_fusion.attention.plan.inputs import Scope
 from mla_fusion.attention.plan.layouts import FP8_DS_MLA_V4, WIDE
 from mla_fusion.attention.sparse import TILE, sparse_mla_decode
@@ -21,10 +21,6 @@ from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_step
 
 WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slots of all entries
-# Most query heads of a rank, and most tokens of a step, that this library decodes in layers of any
-# kind; FlashMLA pads heads to 64. Measured on an H200 in vLLM's class of V4: 1.08 to 1.91 times as
-# fast. With 128 tokens the kernel alone was 0.80 to 1.04 times as fast. V4.1 goes by V4.
-MOST_HEADS, MOST_TOKENS = 16, 64
 
 
 class Step(sparse_step.Shared):
@@ -104,12 +100,18 @@ def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
     else:
         widths = window, layer.topk_indices_buffer.shape[1]
     stored = FP8_DS_MLA_V4, torch.float8_e4m3fn, layer.attn_sink.device
-    return Step, MOST_TOKENS, layer.n_local_heads, widths, *stored, kind
+    return Step, _most_tokens(layer), layer.n_local_heads, widths, *stored, kind
+
+
+def _most_tokens(layer: Any) -> int:
+    """As `sparse_step.most_tokens`; V4.1 goes by V4."""
+    listed = layer.mla_fusion_kinds[layer.compress_ratio] == LISTED  # pages of two entries
+    return sparse_step.most_tokens(layer.n_local_heads, "fp8_ds_mla_v4" + "_128" * listed)
 
 
 def why_not(layer: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
-    if vllm_compat.gpu_arch() not in sparse_step.MEASURED:
+    if vllm_compat.gpu_arch() not in gpu.HOPPER:
         return Decline("sparse-platform")
     size = getattr(layer, "swa_bytes_per_token", FP8_DS_MLA_V4.bytes)  # V4.1 has another on sm_100
     widths, cache = (layer.head_dim, layer.rope_head_dim), layer.kv_cache_dtype
@@ -119,5 +121,5 @@ def why_not(layer: Any, vllm_config: Any) -> Decline | None:
         f"entries of {size} bytes": size != FP8_DS_MLA_V4.bytes,
     }
     heads = layer.n_local_heads
-    slower = f"{heads} heads of a rank" if heads > MOST_HEADS else ""
+    slower = "" if _most_tokens(layer) else f"{heads} heads of a rank"
     return sparse_step.declined(vllm_config, found, slower)

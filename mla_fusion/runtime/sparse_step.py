@@ -7,9 +7,11 @@ On Hopper the plan depends on the number of tokens alone: every column of a row 
 is none. Nothing here has run on AMD hardware, so there nothing is taken unless an operator asks.
 """
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,25 +25,40 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import ProviderUnavailable
 from mla_fusion.kernels import triton as provider
 from mla_fusion.report.reasons import Decline
+from mla_fusion.runtime import measured
 
 # Of the implementation of a layer with the attention backend CUSTOM, or of a layer of V4.
 ATTRIBUTE = "mla_fusion_step"
 LATENT = FP8_DS_MLA.latent
+LONGEST = 2**30  # rows of all numbers of slots count
 # By vLLM's cache type, the layout of the entries; None for bf16, as the query.
 LAYOUTS = {"fp8_ds_mla": FP8_DS_MLA, "auto": None, "bfloat16": None}
-# By layout: most query heads of a rank, and most tokens of a step, that this library decodes faster
-# than vLLM's choice; FlashMLA pads a rank to 64 or 128 heads. Measured by itself on an H200, 1 to
-# 128 tokens (benchmarks/results/sparse_h200.csv), for the architectures MEASURED.
-MEASURED = gpu.HOPPER
-FASTER: dict[Any, tuple[tuple[int, int], ...]] = {
-    FP8_DS_MLA: ((32, 128), (64, 64), (128, 16)),
-    None: ((16, 16),),
-}
+# A JSON file for each GPU, as those of `runtime.measured`, of the decode alone: the sequences are
+# tokens, the context their slots, the type is bfloat16 or that of the cache. benchmarks/figures.py
+# writes it from the rows of benchmarks/sparse.py. Other Hopper GPUs go by an H200's.
+FOLDER = Path(__file__).parent / "sparse_gpus"
+HOPPER = "NVIDIA H200"
 
 
-def most_tokens(heads: int, layout: Any) -> int:
-    """Most tokens of a step that this library decodes with `heads` heads; 0 for none."""
-    return next((tokens for most, tokens in FASTER[layout] if heads <= most), 0)
+@functools.cache
+def _measured(gpu_name: str) -> dict[measured.Shape, list[measured.Row]]:
+    own = measured.read(FOLDER / measured.file_name(gpu_name), gpu_name)
+    return own if own or gpu_name == HOPPER else _measured(HOPPER)
+
+
+def most_tokens(heads: int, cache: str) -> int:
+    """Most tokens of a step that this library decodes with `heads` heads of a rank over a type of
+    cache, by the rows with that many or the next larger number; 0 for none. FlashMLA pads heads to
+    64 or 128.
+    """
+    dtype = "bfloat16" if cache == "auto" else cache
+    rows = {
+        shape[1]: each
+        for shape, each in _measured(vllm_compat.gpu_name()).items()
+        if shape[0] == dtype and shape[1] >= heads
+    }
+    runs = measured.of_rows(rows[min(rows)], LONGEST) if rows else ()
+    return runs[0][1] if runs and runs[0][0] == 1 else 0
 
 
 class Shared:
@@ -156,7 +173,7 @@ def shape(impl: Any, vllm_config: Any) -> tuple[Any, ...]:
         return StepOnRocm, most, heads, widths, None, kv_dtype, device
     layout = LAYOUTS[cache]
     kv_dtype = torch.bfloat16 if layout is None else torch.float8_e4m3fn
-    return Step, most_tokens(heads, layout), heads, widths, layout, kv_dtype, device
+    return Step, most_tokens(heads, cache), heads, widths, layout, kv_dtype, device
 
 
 def _rocm_caches() -> dict[str, torch.dtype]:
@@ -169,7 +186,7 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
     """Why no decode of a layer is this library's."""
     here = gpu.of(vllm_config.device_config.device_type)
     rocm = here.arch in gpu.CDNA
-    if not (rocm or vllm_compat.gpu_arch() in MEASURED):
+    if not (rocm or vllm_compat.gpu_arch() in gpu.HOPPER):
         return Decline("sparse-platform")
     if rocm and config.read_options(vllm_config.additional_config).attention != "portable":
         return Decline("sparse-unmeasured")
@@ -192,7 +209,7 @@ def why_not(impl: Any, vllm_config: Any) -> Decline | None:
             "a quantized query": bool(impl.supports_quant_query_input),
             f"{columns} columns for {most} chosen tokens": columns != most,
         }
-    elif cache in LAYOUTS and not most_tokens(heads, LAYOUTS[cache]):
+    elif cache in LAYOUTS and not most_tokens(heads, cache):
         slower = f"{cache}, {heads} heads of a rank"
     return declined(vllm_config, found, slower)
 

@@ -5,11 +5,8 @@ or plain torch, and what asks about the GPU.
 """
 
 import contextlib
-import csv
 import dataclasses
-import re
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,8 +60,7 @@ def imitate(monkeypatch):
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", False, raising=False)
     monkeypatch.setattr(flashmla_sparse, "num_compute_units", lambda index: 4)
     monkeypatch.setattr(flashmla_sparse, "get_mla_metadata", lambda *_, **__: (None, None))
-    table = dict.fromkeys(sparse_step.FASTER, ((16, 15),))
-    monkeypatch.setattr(sparse_step, "FASTER", table)
+    monkeypatch.setattr(sparse_step, "most_tokens", lambda heads, _: 15 if heads <= 16 else 0)
 
 
 def launched(given):
@@ -260,18 +256,6 @@ def run(impl, step, q, layer=None):
     """The decode of a step, in a forward pass of its own."""
     with forward_pass():
         return impl.forward_mqa(q, step.cache, step.metadata, layer)
-
-
-def timed(caches):
-    """{(cache, slots, heads, tokens): {candidate: microseconds}} of the rows of an H200 whose cache
-    is named so; later ones count."""
-    path, times = Path(__file__).parents[2] / "benchmarks/results/sparse_h200.csv", {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if re.fullmatch(caches, row["cache"]):
-                shape = row["cache"], row["topk"], int(row["heads"]), int(row["tokens"])
-                times.setdefault(shape, {})[row["candidate"]] = float(row["p50_us"])
-    return times
 
 
 def fp8_type():

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import json
 import re
 import types
 import weakref
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from mla_fusion import plugin
-from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import sparse, workers
 from mla_fusion.runtime import sparse_step
@@ -21,7 +21,7 @@ from tests.step import forward_pass
 
 plugin.register()
 
-FASTER = sparse_step.FASTER  # `imitate` replaces it
+most_tokens = sparse_step.most_tokens  # `imitate` replaces it
 DECODE = Batch(((40, 1), (0, 1), (200, 1)))
 BATCHES = {
     "one": Batch(((130, 1),)), "decode": DECODE, "drafts": Batch(((40, 3), (100, 3))),
@@ -125,7 +125,8 @@ def test_ranks_of_more_heads(config, make, vllms, monkeypatch, heads, most):
     """vLLM's builder hands over decode tokens by another path from 32 heads on."""
     from vllm.v1.attention.backends.mla import flashmla_sparse
 
-    monkeypatch.setattr(sparse_step, "FASTER", FASTER)
+    monkeypatch.setattr(sparse_step, "most_tokens", most_tokens)
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(flashmla_sparse, "MIN_HEADS_FOR_BF16_PREFILL", 0)
     impl = make(heads=heads)
     assert len(impl.mla_fusion_step.out) == most
@@ -244,25 +245,36 @@ def test_what_is_served_and_what_is_left_is_said_once(config, make, said):
     assert "larger ones are FLASHMLA_SPARSE's" in message
 
 
-def test_what_is_faster_was_measured():
-    """By the latest rows of each number of heads, and no larger step that was measured is."""
-    times: dict = {}
-    for (_, _, heads, tokens), found in imitated.timed("fp8_ds_mla").items():
-        times.setdefault((heads, tokens), {}).update(found)
-    assert {heads for heads, _ in times} == {8, 16, 32, 64, 128}
-    for (heads, tokens), found in times.items():
-        faster = found.pop("ours") < min(found.values())
-        assert faster == (tokens <= sparse_step.most_tokens(heads, FP8_DS_MLA)), (heads, tokens)
-
-
-def test_the_page_has_the_table():
+def test_the_page_has_the_table(monkeypatch):
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "NVIDIA H200")
     page = (Path(__file__).parents[2] / "docs" / "sparse.md").read_text()
-    rows = re.findall(r"^\| (fp8_ds_mla|bf16) \| (\S.*) \| (\S.*) \|$", page.replace("`", ""), re.M)
-    layouts = {"fp8_ds_mla": FP8_DS_MLA, "bf16": None}
-    expected = []
-    for name, layout in layouts.items():
-        least = 1
-        for heads, tokens in sparse_step.FASTER[layout]:
-            expected.append((name, f"{least} to {heads}", f"1 to {tokens}" if tokens > 1 else "1"))
-            least = heads + 1
-    assert rows == expected
+    rows = re.findall(r"^\| (fp8_ds_mla|bf16) \| (\d+) to (\d+) \| 1 to (\d+) \|$",
+                      page.replace("`", ""), re.M)  # fmt: skip
+    said = {
+        (name, heads): int(tokens)
+        for name, least, most, tokens in rows
+        for heads in range(int(least), int(most) + 1)
+    }
+    for name, cache in {"fp8_ds_mla": "fp8_ds_mla", "bf16": "auto"}.items():
+        for heads in range(1, 130):
+            assert said.get((name, heads), 0) == most_tokens(heads, cache), (name, heads)
+
+
+def test_a_gpu_goes_by_its_own_rows_or_those_of_an_h200(monkeypatch, tmp_path):
+    """Rows of more heads decide for fewer, and runs that begin with one token."""
+    monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "NVIDIA H99")
+    whole = json.loads((sparse_step.FOLDER / "NVIDIA_H200.json").read_bytes()) | {
+        "gpu": "NVIDIA H99"
+    }
+    [shape] = (
+        each for each in whole["shapes"] if (each["dtype"], each["heads"]) == ("fp8_ds_mla", 64)
+    )
+    few, no_first = ({**shape, "rows": shape["rows"][a:b]} for a, b in ((0, 2), (1, 3)))
+    folder = sparse_step.FOLDER
+    for each, most in ((None, 64), (few, 4), (no_first, 0)):
+        sparse_step._measured.cache_clear()
+        monkeypatch.setattr(sparse_step, "FOLDER", folder if each is None else tmp_path)
+        if each is not None:
+            (tmp_path / "NVIDIA_H99.json").write_text(json.dumps(whole | {"shapes": [each]}))
+        assert [most_tokens(heads, "fp8_ds_mla") for heads in (40, 64)] == [most, most]
+    sparse_step._measured.cache_clear()

@@ -7,7 +7,6 @@ import engine_sparse
 import pytest
 import torch
 
-from mla_fusion.attention.plan.layouts import FP8_DS_MLA
 from mla_fusion.runtime import sparse_step
 from tests import test_engine_benchmark as example
 
@@ -50,7 +49,7 @@ def result(gaps, decodes, most):
     ],
 )
 def test_verdict(monkeypatch, arm, made, verdict):
-    monkeypatch.setattr(sparse_step, "FASTER", {FP8_DS_MLA: ((16, 15),)})
+    monkeypatch.setattr(sparse_step, "most_tokens", lambda heads, cache: 15)
     unfused = {"default": result([2.0] * 4, 0, 0), "other": result([2.0, 2.1, 2.0, 2.0], 0, 0)}
     results = unfused | {arm: result(*made)}
     found = engine_sparse.verdict(arm, results, "v3.2-tp8", "fp8_ds_mla")

@@ -9,7 +9,8 @@ from mla_fusion.measure.timing import TIMES
 from mla_fusion.runtime import measured
 
 BACKENDS = {"fa3": "FLASH_ATTN_MLA", "flashmla": "FLASHMLA", "triton_mla": "TRITON_MLA",
-            "flashinfer_mla": "FLASHINFER_MLA"}  # fmt: skip
+            "flashinfer_mla": "FLASHINFER_MLA", "flashmla_sparse": "FLASHMLA_SPARSE",
+            "fa3_sparse": "FLASH_ATTN_MLA_SPARSE"}  # fmt: skip
 FACTS = "vllm", "triton", "commit", "command"
 
 
@@ -30,8 +31,9 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 continue
             ours, _ = next(iter(pairs.values()))
             table["shapes"].append({
-                "dtype": str(TYPES[dtype])[6:], "heads": heads, "queries": queries,
-                "backend": backend, "values": values, **{name: ours[name] for name in FACTS},
+                "dtype": str(TYPES[dtype])[6:] if dtype in TYPES else dtype,
+                "heads": heads, "queries": queries, "backend": backend, "values": values,
+                **{name: ours[name] for name in FACTS},
                 "rows": [_row(step, pair) for step, pair in pairs.items()],
             })  # fmt: skip
     return found
