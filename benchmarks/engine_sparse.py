@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MODELS, LAYERS, SEQS = ("v3.2-tp8", "v3.2-dp"), 4, 128
 CACHES = {"fp8_ds_mla": "fp8_ds_mla", "bf16": "auto"}
 ARMS = ("default", "other", "custom", "ours", "shifted")
-POINTS = [(batch, 3000) for batch in (1, 16, 32, SEQS)]
+POINTS = [(batch, 3000) for batch in (1, 16, 32, 64, SEQS)]
 LENGTHS = [1, 2, 3, 17, 64, 600, 2047, 2048, 2049, 3000, 2500, 88]  # of the prompts
 LAUNCHES = "launches a step of"
 
@@ -64,7 +64,7 @@ def measured(
     arms = [arm for arm in ARMS if not args.arms or arm in args.arms.split(",")]
     changes = {
         "what": "complete", "model": model, "layers": LAYERS, "cache": cache, "seqs": SEQS,
-        "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "capture": [1, 2, 4, 8, 16, 32, SEQS],
+        "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "capture": [1, 2, 4, 8, 16, 32, 64, SEQS],
         "max_len": 4096, "max_tokens": 8192, "cache_bytes": 4 << 30, "tokens": 64,
         "phases": [LENGTHS],
     }  # fmt: skip
