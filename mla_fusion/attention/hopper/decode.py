@@ -27,15 +27,27 @@ from mla_fusion.attention.plan.launches import Launch
 
 
 @gluon.jit
-def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
-    """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
+def query_rows(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
+    """Rows of the query [rows, width] for `target`; zeros for rows of padding."""
     layout: gl.constexpr = common.load_layout(target.shape[1], target.dtype, gl.num_warps())
     rows = work.first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
     pointers = q_ptr + (rows // HEADS).to(gl.int64) * stride_t + head * stride_h
     wanted = (rows // HEADS < item.count) & (head < heads)
-    target.store(gl.load(pointers[:, None] + cols[None, :], mask=wanted[:, None], other=0.0))
+    return gl.load(pointers[:, None] + cols[None, :], mask=wanted[:, None], other=0.0)
+
+
+@gluon.jit
+def load_query(keys, ropes, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
+    """The query [rows, L + R] into shared memory, in one trip to memory."""
+    query = q_ptr + item.token * stride_t
+    latents = query_rows(keys, query, work, item, heads, stride_t, stride_h, HEADS)
+    query += keys.shape[1]
+    rotated = query_rows(ropes, query, work, item, heads, stride_t, stride_h, HEADS)
+    keys.store(latents)
+    ropes.store(rotated)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -250,11 +262,9 @@ def mla_decode_hopper(
                 tile.start_copy(
                     buffers, current, copies, first_tile, item.end, first_end, FORM, BULK
                 )
-            query = q_ptr + item.token * q_stride_t
-            load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
-            query += FORM.L
-            load_query(q_ropes, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
-            fence_async_shared()
+            load_query(
+                q_keys, q_ropes, q_ptr, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS
+            )
         acc, odd, m, l, phases, current = attend(
             buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop,
             phases, current, copied, FORM, BULK, FP8,

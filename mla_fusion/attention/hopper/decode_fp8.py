@@ -80,13 +80,11 @@ def score(
         first, count = tiles_of(work, item, form)
         # All that follows, scales too, may be written by the kernel in front.
         gdc.gdc_wait()
-        query = q_ptr + item.token * q_stride_t
-        load_query(q_keys, query, work, item, target.heads, q_stride_t, q_stride_h, form.HEADS)
-        query += form.L
-        load_query(q_ropes, query, work, item, target.heads, q_stride_t, q_stride_h, form.HEADS)
-        fence_async_shared()
-        barrier()
         factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
+        load_query(
+            q_keys, q_ropes, q_ptr, work, item, target.heads, q_stride_t, q_stride_h, form.HEADS
+        )
+        barrier()
         limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // form.HEADS))
         m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
         l = gl.zeros([TILE, ROWS], gl.float32, scores)
