@@ -85,10 +85,11 @@ class Rules:
         return works if self.chunk else min(works, 2 * (self.ctas - 1))
 
     def partial_map_size(self, max_batch: int) -> int:
-        """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
+        """Length of reduce_partial_map, which AITER makes larger than needed with a cap. The
+        reduction reads the second in any case."""
         tiles, cap = max_batch * self.fold, self.max_split_per_batch
         with_cap = tiles + min(self.ctas, cap * tiles) if cap > 0 else 0
-        return max(self.max_partials(max_batch), with_cap)
+        return max(self.max_partials(max_batch), with_cap, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
