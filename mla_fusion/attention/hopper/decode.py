@@ -43,8 +43,7 @@ def load_query(keys, ropes, q_ptr, work, item, heads, stride_t, stride_h, HEADS:
     """The query [rows, L + R] into shared memory, in one trip to memory."""
     query = q_ptr + item.token * stride_t
     latents = query_rows(keys, query, work, item, heads, stride_t, stride_h, HEADS)
-    query += keys.shape[1]
-    rotated = query_rows(ropes, query, work, item, heads, stride_t, stride_h, HEADS)
+    rotated = query_rows(ropes, query + keys.shape[1], work, item, heads, stride_t, stride_h, HEADS)
     keys.store(latents)
     ropes.store(rotated)
     fence_async_shared()
@@ -68,12 +67,13 @@ def store_output(start, sums, odds, inverse, wanted, L: gl.constexpr, PAIRS: gl.
 
 
 @gluon.jit
-def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
-    """The factors of the scores, in base 2, and of the output."""
+def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr, WIDENED: gl.constexpr = 1.0):
+    """The factors of the scores, in base 2, and of the output. WIDENED: what values lack of it."""
     factor, value_scale = scale * LOG2E, 1.0
     if FP8:
         value_scale = gl.load(kv_scale_ptr)
         factor *= gl.load(q_scale_ptr) * value_scale
+        value_scale *= WIDENED
     return factor, value_scale
 
 
@@ -90,8 +90,7 @@ def attend(
     the next item is on its way at the end.
 
     Returns the sums [latents, rows], with PAIRS those of even and of odd latents, m [rows],
-    l [tokens, rows], the phases of the barriers, and the buffer of the next tile.
-    """
+    l [tokens, rows], the phases of the barriers, and the buffer of the next tile."""
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
@@ -192,8 +191,7 @@ def mla_decode_hopper(
 
     BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, for
     which this one waits before it reads anything but the plan, and at once if `fresh` is not 0:
-    that kernel may be writing the plan.
-    """
+    that kernel may be writing the plan."""
     if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
@@ -241,9 +239,7 @@ def mla_decode_hopper(
         copies = tile.Copies(first, extra, latents, rotated, block_rows)
         # All that follows, scales too, may be written by the kernel in front.
         gdc.gdc_wait()
-        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
-        if FP8:
-            value_scale *= 256.0  # `widen` leaves it out
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8, 256.0)
         first_end = item.end
         if FORM.SPARSE:
             first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
