@@ -17,7 +17,7 @@ from typing import Any
 
 from mla_fusion import logger
 from mla_fusion.files import read_bounded
-from mla_fusion.ops import Variant
+from mla_fusion.ops import Norm, Product, Variant
 from mla_fusion.report.graphs import LayerGraph, PassOps
 from mla_fusion.report.reasons import Decline
 
@@ -42,9 +42,9 @@ class RangeReport:
     variants: list[Variant] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)  # fused, by `Epilogue.quantization`
     plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
-    products: dict[str, int] = field(default_factory=dict)  # launches of pass 7, by their widths
+    products: dict[Product, int] = field(default_factory=dict)  # launches of pass 7
     plain_products: dict[Decline, int] = field(default_factory=dict)  # as they were
-    norms: dict[str, int] = field(default_factory=dict)  # launches of pass 8, by their widths
+    norms: dict[Norm, int] = field(default_factory=dict)  # launches of pass 8
     pass_ms: float = 0.0
     passes: dict[str, PassOps] = field(default_factory=dict)  # by number, in their order
 
@@ -91,7 +91,7 @@ class Report:
     attention: str = "auto"  # who decodes, as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
     chosen: str = ""  # the layers that may fuse, as the option `layers`; empty for all
-    version: int = 8  # of the stored format
+    version: int = 9  # of the stored format
 
     def quantizations(self) -> set[str]:
         """The quantizations of attention outputs, on any rank."""
@@ -251,6 +251,8 @@ def _plain(value: Any) -> dict[str, Any]:
     for name in {"declined", "plain_outputs", "plain_products"} & fields.keys():
         of = fields[name].items()
         fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
+    for name in {"products", "norms"} & fields.keys():
+        fields[name] = [*fields[name].items()]
     return fields
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mla_fusion import report
 from mla_fusion.config import vllm_compat
-from mla_fusion.ops import Variant
+from mla_fusion.ops import Norm, Product, Variant
 from mla_fusion.report.graphs import PassOps
 from mla_fusion.report.reasons import Decline
 
@@ -40,11 +40,11 @@ OUTPUTS = (
 )  # fmt: skip
 
 PRODUCTS = (
-    report.RangeReport((1, 4), 2, 2, products={"24 -> 40 + 18": 2, "40 -> 32": 1},
-                       norms={"24 of 2 terms": 2},
+    report.RangeReport((1, 4), 2, 2, products={Product(24, (40, 18)): 2, Product(40, (32,)): 1},
+                       norms={Norm((24,), 2): 2},
                        passes={"7": PassOps({"mm": 3}, {"mm": 0, "projection": 2})},
                        plain_products={Decline("product-slower", "8 -> 9"): 4}),
-    report.RangeReport((1, 4), products={"40 -> 32": 1}, norms={"24 of 2 terms": 1},
+    report.RangeReport((1, 4), products={Product(40, (32,)): 1}, norms={Norm((24,), 2): 1},
                        passes={"7": PassOps({"mm": 1}, {"projection": 1}), "5": PassOps({}, {})},
                        plain_products={Decline("product-opaque", "gemm"): 1}),
 )  # fmt: skip
