@@ -36,28 +36,34 @@ NOISE = engine_compare.compare(result(TOKENS, NOISY), BASE)
 
 
 @pytest.mark.parametrize(
-    ("gaps", "tokens", "verdict"),
+    ("gaps", "tokens", "count", "verdict"),
     [
-        ([2.0, 2.0, 1.9, 2.0], TOKENS, "right"),
-        ([2.0, 2.0, 0.05, 2.0], [1, 2, 103, 9], "right"),  # a near tie
-        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], "WRONG: a token differs at a gap of 0.5"),
-        ([2.0] * 4, [1, 2, 77, 9], "WRONG: a token differs at a gap of inf"),  # no candidate
+        ([2.0, 2.0, 1.9, 2.0], TOKENS, 1, "right"),
+        ([2.0, 2.0, 0.05, 2.0], [1, 2, 103, 9], 9, "right"),  # a near tie
+        # The gap is wider than any move of the unfused pair.
+        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], 4, "right"),
+        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], 5, "WRONG: 5 tokens differ at gaps of up to 0.5"),
+        ([2.0] * 4, [1, 2, 77, 9], 1, "WRONG: 1 tokens differ at gaps of up to inf"),
         # The tokens are equal and their probabilities are not.
-        ([2.08] * 4, TOKENS, "WRONG: log-probabilities move 1.6 times as far"),
-        ([math.nan] * 4, TOKENS, "WRONG: NaN"),
+        ([2.08] * 4, TOKENS, 1, "WRONG: log-probabilities move 1.6 times as far"),
+        ([math.nan] * 4, TOKENS, 1, "WRONG: NaN"),
     ],
 )
-def test_verdict(gaps, tokens, verdict):
+def test_verdict(gaps, tokens, count, verdict):
     made = result(TOKENS, gaps)
     top = made["top"] if tokens[2] == 103 else BASE["top"]
-    difference = engine_compare.compare(made, {"tokens": [tokens], "top": top})
-    assert difference.equal == (tokens == TOKENS)
+    ours, other = (
+        {"tokens": [chosen] * count, "top": each * count}
+        for chosen, each in ((TOKENS, made["top"]), (tokens, top))
+    )
+    difference = engine_compare.compare(ours, other)
+    assert difference.equal == count * (tokens == TOKENS)
     assert engine_compare.verdict(difference, NOISE).startswith(verdict)
 
 
 @pytest.mark.parametrize(
     ("tokens", "word"),
-    [(TOKENS, "not judged: the unfused paths"), ([1, 2, 77, 9], "WRONG: a token differs")],
+    [(TOKENS, "not judged: the unfused paths"), ([1, 2, 77, 9], "WRONG: 1 tokens differ")],
 )
 def test_equal_unfused_paths_are_no_measure(tokens, word):
     same = engine_compare.compare(BASE, BASE)
@@ -178,7 +184,8 @@ def test_the_last_rank_alone_has_the_planted_error(last, monkeypatch):
     ("tp", "drafts", "replays", "found"),
     [
         (1, 0, [3.0] * 20, 3.0), (1, 0, [3.0] * 21, ""), (2, 0, [3.0] * 23, 3.0),
-        (2, 0, [3.0] * 60, ""), (2, 1, [3.0, 1.0] * 22, 4.0), (2, 1, [1.0] * 99, None),
+        (2, 0, [3.0] * 40, 3.0), (2, 0, [3.0] * 41, ""), (2, 1, [3.0, 1.0] * 22, 4.0),
+        (2, 1, [1.0] * 99, None),
     ],
 )  # fmt: skip
 def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(tp, drafts, replays, found):
