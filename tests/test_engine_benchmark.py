@@ -11,6 +11,7 @@ import engine
 import engine_compare
 import engine_complete
 import engine_jobs
+import engine_model
 import engine_worker
 import pytest
 import torch
@@ -141,7 +142,8 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
     monkeypatch.setattr(engine, "run", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ways = " tp2", " dp2", " dcp2"
-    args = argparse.Namespace(gpus=2, ways=ways, only="mtp-1", jobs=1, seconds=9, plant=())
+    args = argparse.Namespace(gpus=2, ways=ways, only="mtp-1", jobs=1, seconds=9, plant=(),
+                              multicast=True)  # fmt: skip
     found = [(row["planted"][:5], wrong) for [row], wrong in engine.tokens(args)]
     assert found == [("WRONG", 0)] * 3
     assert [each["arm"] for each in jobs] == [
@@ -149,7 +151,19 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
     ]  # fmt: skip
     ranks = [(each["tp"], each["dp"], each["dcp"], each["device"]) for each in jobs]
     assert ranks[::4] == [(2, 1, 1, "0,1"), (1, 2, 1, "0,1"), (2, 1, 2, "0,1")]
-    assert ranks[9] == (2, 1, 1, "0,1")
+    assert ranks[9] == (2, 1, 1, "0,1") and all(each["multicast"] for each in jobs)
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_all_reduces_that_need_multicast_are_left_to_vllm_where_asked(multicast, monkeypatch):
+    works = []
+    monkeypatch.setattr(engine_jobs.child, "start", lambda work, **_: works.append(work))
+    asked = job(tp=2, multicast=multicast)
+    engine_jobs.start(asked)
+    off = {name: works[0].environment.get(name) for name in engine_jobs.NO_MULTICAST}
+    passes = engine_model._configs(asked)["compilation_config"]["pass_config"]
+    assert (off == engine_jobs.NO_MULTICAST) is not multicast
+    assert ("fuse_allreduce_rms" in passes) is not multicast
 
 
 def test_rows_are_written_as_they_come(monkeypatch, tmp_path):
@@ -241,8 +255,9 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         lambda title, *_: timed.append((title, len(started))) or ([], True),
     )
     args = argparse.Namespace(
-        what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99
-    )
+        what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99,
+        multicast=False,
+    )  # fmt: skip
     assert [wrong for _, wrong in engine_complete.complete(args)] == [True] * 8  # none was ready
     assert timed == [
         *((f"deepseek-v2-lite fp8 {kind}2", 4) for kind in ("tp", "dp")),
