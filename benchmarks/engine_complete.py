@@ -152,6 +152,7 @@ def cases(args: argparse.Namespace, arms: int) -> Iterator[Case]:
             "drafts": drafts, "device": devices(0, n), "seqs": 128, "max_len": 20480,
             "capture": [b * (1 + drafts) for b in (1, 8, 32, 128)], "max_tokens": 8192,
             "prefix_caching": args.what == "short", "cache_bytes": most,
+            "multicast": args.multicast,
             "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "", **kinds[kind],
         }  # fmt: skip
         yield Case(title, points, changes, ENGINE_BYTES + weights + most)
@@ -186,7 +187,7 @@ def measured(
     verdicts = {arm: verdict(arm, results, layers, shape) for arm in results}
     print(f"== {case.title}: {verdicts}", flush=True)
     known = {n: asked[n] for n in ("model", "layers", "cache")} | {"gpus": gpus}
-    known |= {n: asked[n] for n in ("drafts", "dp", "dcp") if asked.get(n)}
+    known |= {n: asked[n] for n in ("drafts", "dp", "dcp", "multicast") if asked.get(n)}
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
     rows, none_failed = timed(case.title, engines, case.points, told, end)
     return rows, none_failed and not any(v.startswith("WRONG") for v in verdicts.values())

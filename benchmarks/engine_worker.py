@@ -245,14 +245,14 @@ def full_graph_times(
     Raises:
         RuntimeError: a forward pass is not one graph.
     """
+    graphs, more = 1 + bool(job["drafts"]), MORE if job["tp"] > 1 else 0
     llm.collective_rpc("time_replays")
     try:
         with running(llm, job):
-            step(STEPS)
+            step(STEPS + more)  # some of them ran before the last pause
     finally:
         times = llm.collective_rpc("replay_times")
-    graphs, more = 1 + bool(job["drafts"]), MORE if job["tp"] > 1 else 0
-    wanted = range(STEPS * graphs, (STEPS + more) * graphs + 1, graphs)
+    wanted = range(STEPS * graphs, (STEPS + 2 * more) * graphs + 1, graphs)
     if any(len(each) not in wanted for each in times):
         if graphs > 1:
             return {}  # runner V1 drafts in pieces
