@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction
 
 from mla_fusion import report, runtime
 from mla_fusion.config import Options
-from mla_fusion.kernels import ahead
+from mla_fusion.kernels import ahead, dispatch
+from mla_fusion.kernels.dispatch import Plan, Row, Widths
 from mla_fusion.ops import Norm, Product, Quantization, Rope, Variant
 from mla_fusion.projections import triton as projections
 from mla_fusion.runtime import layer_state, projection, ready
@@ -34,6 +35,7 @@ from tests.step import forward_pass
 
 NAME, SEQUENCES, PAGE = "model.layers.0.attn", 64, 64
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
+PREP = Widths(NOPE, ROPE, LATENT)
 # Of DeepSeek-V2-Lite.
 PRODUCTS = [Product(2048, (3072, 576)), Product(2048, (2048,)), Product(2048, (1344,))]
 NORMS = [
@@ -126,6 +128,10 @@ def test_no_step_launches_what_was_not_compiled_ahead(
         (1, engine.bucket), 1, 1, variants=variants, outputs={kind: 1},
         products=dict.fromkeys(PRODUCTS, 1), norms=dict.fromkeys(NORMS, 1),
     )  # fmt: skip
+    # What `calibrate` measured here, which a process does not know.
+    odd = Row("NVIDIA H200", "sm_90", cache == "fp8", PREP, heads, 64, Plan(block_m=32))
+    monkeypatch.setattr(dispatch, "own", {})
+    dispatch.prefer(odd.gpu, [odd])
     sent = []
     monkeypatch.setattr(ready, "compile_apart", lambda launches, device: sent.append(launches))
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=None))
@@ -135,8 +141,10 @@ def test_no_step_launches_what_was_not_compiled_ahead(
         report.add(each)
     ready.wait()
     assert len(sent) == 2 + len(PRODUCTS) + len(NORMS)
+    dispatch.prefer(odd.gpu, [])
     for launch in chain(*sent):
         launch()
+    dispatch.prefer(odd.gpu, [odd])
     expected = set(compiled)
     names = {
         "mla_prep",
@@ -154,6 +162,7 @@ def test_no_step_launches_what_was_not_compiled_ahead(
         for length in range(1, 2 + drafts):
             step(made, batch, length, kind)
     assert compiled == expected
+    dispatch.prefer(odd.gpu, [])
 
 
 @pytest.fixture

@@ -193,10 +193,10 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
     return Report(provider, bucket, [*ranges.values()], uncompiled=uncompiled, **of_engine)
 
 
-def merge(reports: Sequence[Report]) -> Report:
+def merge(reports: Sequence[Report], stages: int = 1) -> Report:
     """The first of the ranks' reports, with the `variants` and the keys of `outputs` of all. A rank
-    with another outcome is named in `differing`; stages of a pipeline may have unlike numbers of
-    layers."""
+    with another outcome is named in `differing`. The `stages` of a pipeline, each of as many ranks
+    in a row, may have unlike numbers of layers, and other products."""
     first, *others = reports
     ranges = []
     for r in first.ranges:
@@ -204,11 +204,12 @@ def merge(reports: Sequence[Report]) -> Report:
         variants = dict.fromkeys(v for each in (r, *same) for v in each.variants)
         kinds = dict.fromkeys((kind for each in same for kind in each.outputs), 0)
         ranges.append(replace(r, variants=[*variants], outputs={**kinds, **r.outputs}))
-    expected = _outcome(first)
+    expected, ranks = _outcome(first), len(reports) // stages
     differing = [
         f"rank {rank}: {_said(other)}"
-        for rank, other in enumerate(others, 1)
+        for rank, other in enumerate(reports)
         if _outcome(other) != expected
+        or _launches(other) != _launches(reports[rank - rank % ranks])
     ]
     return replace(first, ranges=ranges, ranks=len(reports), differing=differing)
 
@@ -222,12 +223,22 @@ def _outcome(report: Report) -> list[Any]:
     return found
 
 
+def _launches(report: Report) -> list[Any]:
+    """What the decode launches of products and norms, and how many products stay vLLM's."""
+    found = ((r.range, r.products, r.norms, r.plain_products) for r in report.decode_ranges())
+    return [(*rest, {d.code: n for d, n in plain.items()}) for *rest, plain in found]
+
+
 def _said(report: Report) -> str:
     """A rank's report in one line."""
     found = [
-        ", ".join([f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r)])
+        ", ".join([
+            f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r),
+            *(f"{n} launches of {widths}" for widths, n in {**r.products, **r.norms}.items()),
+            *(f"{n} products kept [{d.code}]" for d, n in r.plain_products.items()),
+        ])
         for r in report.decode_ranges()
-    ]
+    ]  # fmt: skip
     return "; ".join(found) or "no MLA layer in a graph"
 
 

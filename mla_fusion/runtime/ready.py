@@ -13,7 +13,7 @@ import torch
 
 from mla_fusion import attention, gpu, logger, report, runtime
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import triton
+from mla_fusion.kernels import dispatch, triton
 from mla_fusion.kernels.ahead import compile_apart
 from mla_fusion.ops import Norm, Product
 from mla_fusion.projections import triton as projections
@@ -83,6 +83,7 @@ class _Found:
 
     def region(self, variant: Any) -> Iterator[partial[Any]]:
         if self.engine.options.provider == "triton":
+            yield from (partial(dispatch.prefer, *each) for each in dispatch.own.items())
             for batch in runtime.batches(self.engine.layers, [variant], self.cache):
                 on_meta = partial(batch.func, **{n: _meta(x) for n, x in batch.keywords.items()})
                 yield partial(triton.warmup, on_meta, self.engine.bucket, print)

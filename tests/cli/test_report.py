@@ -156,6 +156,23 @@ def test_stages_of_unlike_size_do_not_differ():
         assert not report.merge(stages).differing
 
 
+@pytest.mark.parametrize(
+    "other, said",
+    [({"products": {"8 -> 9": 2}}, "2 launches of 8 -> 9"),
+     ({"norms": {"7": 3}}, "3 launches of 7"),
+     ({"plain_products": {Decline("product-form"): 2}}, "2 products kept [product-form]")],
+)  # fmt: skip
+def test_a_rank_with_other_products_differs_but_a_stage_may_have_others(other, said):
+    alike = made(dataclasses.replace(RANGE, products={"8 -> 8": 2}, norms={"8": 3},
+                                     plain_products={Decline("product-form"): 1}))  # fmt: skip
+    odd = made(dataclasses.replace(alike.ranges[0], **other))
+    assert not report.merge([alike, alike, odd, odd], 2).differing
+    [line] = report.merge([alike, alike, odd, alike], 2).differing
+    assert line.startswith("rank 3: 61 of 61 fused")
+    told = report.merge([alike, alike, odd]).differing
+    assert [line[:6] for line in told] == ["rank 2"] and said in told[0]
+
+
 def test_variants_are_those_of_all_ranks():
     """Each rank compiles what any of them needs: a start from a warm cache only has this report."""
     a, b = (Variant(neox, 64, "float32", "bfloat16", "auto") for neox in (False, True))
