@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e6, help="end engines after this time")
     parser.add_argument("--arms", default="", help="not of `tokens`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
+    parser.add_argument("--graphs", default="", help="`complete`: vLLM's cudagraph_mode")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
     for way in WAYS:
         parser.add_argument(f"--{way}", type=int, default=1, help="GPUs of an engine; see above")

@@ -100,7 +100,8 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
                 if asked == "hold":
                     held.close()
                     batch, context, prompt, prefix = map(int, sizes)
-                    graphs = not (prompt or (alone and job["drafts"]))
+                    whole = prompt or (alone and job["drafts"])
+                    graphs = "FULL" in job["cudagraph_mode"] and not whole
                     if batch:
                         tokens = HELD * (1 + job["drafts"])
                         step = held.enter_context(requests(llm, prompts(batch, context), tokens))

@@ -256,7 +256,7 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
     )
     args = argparse.Namespace(
         what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99,
-        multicast=False,
+        multicast=False, graphs="PIECEWISE",
     )  # fmt: skip
     assert [wrong for _, wrong in engine_complete.complete(args)] == [True] * 8  # none was ready
     assert timed == [
@@ -266,6 +266,7 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         ("deepseek-r1-deep fp8 dcp2", 14), ("deepseek-r1-deep fp8 mtp-1 dcp2", 16),
     ]  # fmt: skip
     assert [each["capture"][:2] for each in started[4:8:2]] == [[1, 8], [2, 16]]
+    assert {each["cudagraph_mode"] for each in started} == {"PIECEWISE"}
 
 
 def test_complete_judges_layers_and_takes_changes_of_medians_against_default():

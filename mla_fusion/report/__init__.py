@@ -234,7 +234,7 @@ def _said(report: Report) -> str:
     found = [
         ", ".join([
             f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r),
-            *(f"{n} launches of {widths}" for widths, n in {**r.products, **r.norms}.items()),
+            *(f"{n} launches of {of}" for of, n in (*r.products.items(), *r.norms.items())),
             *(f"{n} products kept [{d.code}]" for d, n in r.plain_products.items()),
         ])
         for r in report.decode_ranges()

@@ -28,7 +28,10 @@ _started: dict[Any, Future[str]] = {}
 
 def compile_ahead(engine: Engine, vllm_config: Any, local_rank: int) -> None:
     """Let the first rank of a host compile what the passes find, for all of them, into a folder of
-    vLLM's compile cache, unless the operator named one: Inductor would name one in /tmp."""
+    vLLM's compile cache, unless the operator named one: Inductor would name one in /tmp.
+
+    Not on AMD GPUs: there Triton compiles for storages below 2 GiB apart, and the size of the cache
+    is not known yet."""
     _started.clear()
     device = next((layer._k_scale.device for layer in engine.layers.values()), torch.device("cpu"))
     if gpu.of(device).vendor == "NVIDIA":
