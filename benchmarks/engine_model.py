@@ -247,7 +247,8 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _configs(job: dict[str, Any]) -> dict[str, Any]:
     """Compilation, plugin and speculation as the job asks for."""
     # vLLM's fused all-reduce needs NVLink multicast, which a machine may not have.
-    passes: dict[str, Any] = {} if job["tp"] == 1 else {"fuse_allreduce_rms": False}
+    fusable = job["tp"] == 1 or job["multicast"]
+    passes: dict[str, Any] = {} if fusable else {"fuse_allreduce_rms": False}
     compilation = {name: job[name] for name in ("mode", "cudagraph_mode")}
     compilation |= {"pass_config": passes}
     if job["capture"]:  # else vLLM chooses

@@ -84,6 +84,32 @@ class Variant:
     kv_norm_epsilon: float | None = None
 
 
+@dataclass(frozen=True)
+class Product:
+    """The widths of a call of the op `projection`: of its input, and of its results."""
+
+    k: int
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.k} -> {' + '.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The widths of a call of the op `rms_norm`, and the sum that it normalizes first: its terms,
+    whether one of them is fp32, and whether the sum is kept in fp32."""
+
+    sizes: tuple[int, ...]
+    terms: int = 1
+    one: bool = False
+    kept: bool = False
+
+    def __str__(self) -> str:
+        said = " + ".join(map(str, self.sizes)) + f" of {self.terms} terms" * (self.terms > 1)
+        return said + ", one in fp32" * self.one + ", kept in fp32" * self.kept
+
+
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
 ATTENTION_OPS = (ATTENTION, GROUP_ATTENTION, TENSOR_ATTENTION)
 RUNTIME_OPS = tuple(f"{NAMESPACE}::{name}" for name in (FUSED, *ATTENTION_OPS))

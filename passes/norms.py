@@ -136,14 +136,11 @@ def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:
     return new
 
 
-def widths(node: fx.Node) -> str:
-    """The widths of what a launch normalizes, for the report; empty for the fused op."""
+def described(node: fx.Node) -> ops.Norm | None:
+    """What a launch normalizes; None for the fused op."""
     if node.target != ops.get(ops.NORM):
-        return ""
+        return None
     args: Any = node.args
-    sizes, added = " + ".join(str(x.meta["val"].shape[1]) for x in args[0]), args[1]
-    if not added:
-        return sizes
-    wide = dtype_of(added[-1]) == torch.float32
-    kept = f"{', one in fp32' if wide else ''}{', kept in fp32' if args[4:] else ''}"
-    return f"{sizes} of {len(added) + 1} terms{kept}"
+    sizes, added = tuple(x.meta["val"].shape[1] for x in args[0]), args[1]
+    one = torch.float32 in map(dtype_of, added[-1:])
+    return ops.Norm(sizes, 1 + len(added), one, bool(args[4:]))

@@ -11,6 +11,7 @@ from vllm import ir
 from vllm.config.utils import Range
 
 from mla_fusion import ops, projections, report, runtime
+from mla_fusion.ops import Norm
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass, apart
 from mla_fusion.passes.norms import MLANormPass
@@ -124,10 +125,10 @@ def faster(monkeypatch):
 @pytest.mark.parametrize(
     "made, widths",
     [
-        (in_front, [f"{K} of 2 terms"]),
-        (of_experts, [f"{K} of 3 terms"]),
-        (chained, [f"{K} of 2 terms, kept in fp32", f"{K} of 2 terms, one in fp32"]),
-        (behind, [f"{KV} + {Q - KV}"]),
+        (in_front, [Norm((K,), 2)]),
+        (of_experts, [Norm((K,), 3)]),
+        (chained, [Norm((K,), 2, kept=True), Norm((K,), 2, one=True)]),
+        (behind, [Norm((KV, Q - KV))]),
     ],
 )
 def test_norms_become_one_launch_that_rounds_once(made, widths, faster):
