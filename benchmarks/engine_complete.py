@@ -98,6 +98,7 @@ MODELS = {
     "deepseek-v2-lite": Model(27, 31.5),
     "glm-4.7-flash": Model(47, 60),
     "deepseek-r1-tp8": Model(40, 54),
+    "deepseek-r1-bf16": Model(20, 54),
     "deepseek-r1-deep": Model(61, 17),
     "r1-dp": Model(16, 8.5),
 }

@@ -41,6 +41,7 @@ MODELS = {
     "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "glm-4.7-flash": "GLM-4.7-Flash",
     "deepseek-r1-tp8": "R1, one rank of 8",
+    "deepseek-r1-bf16": "R1 in bf16, one rank of 8",
     "r1-dp": "R1 with 128 heads",
 }
 # A dark page: the colours of mla_fusion/report/svg.css in place of matplotlib's.

@@ -88,7 +88,9 @@ def step(made, batch, length, kind):
         xs = [meta(tokens, 2112)[:, :size] for size in of.sizes]
         norms = [meta(size) for size in of.sizes], [1e-6] * len(xs)
         types = [BF16, FP32 if of.one else BF16][3 - of.terms :]
-        projections.normalize(xs, *norms, [meta(tokens, 2048, dtype=t) for t in types], of.kept)
+        projections.normalize(
+            xs, *norms, [meta(tokens, 2048, dtype=t) for t in types], 2.5, of.kept
+        )
     lengths, table = meta(batch, dtype=torch.int32), meta(batch, 320, dtype=torch.int32)
     metadata = SimpleNamespace(
         num_actual_tokens=tokens, num_decode_tokens=tokens, max_query_len=length,

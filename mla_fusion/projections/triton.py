@@ -44,7 +44,7 @@ def norm_launch(of: Norm, dtype: torch.dtype) -> partial[Any]:
     weights, epsilons = [x[0] for x in xs], [1e-6] * len(xs)
     added = xs[:1] * (of.terms - 1)
     added[-1:] = [x.float() if of.one else x for x in added[-1:]]
-    return partial(normalize, xs, weights, epsilons, added, of.kept)
+    return partial(normalize, xs, weights, epsilons, added, 1.0, of.kept)
 
 
 def launch_arguments(
@@ -77,12 +77,12 @@ def launch_arguments(
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    added: Sequence[torch.Tensor] = (), wide: bool = False,
+    added: Sequence[torch.Tensor] = (), factor: float = 1.0, wide: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The RMSNorm of each of one or two x [T, K] with a weight [K], dense, and with one or two
-    tensors [T, K] that are added to the first x, that sum too: all of one type, bf16 or fp16,
-    computed in fp32 and rounded once. The last of `added` may be fp32, and the sum is if `wide`.
-    Rows may be strided, their elements not."""
+    tensors [T, K] that are added to the first x times `factor`, that sum too: all of one type, bf16
+    or fp16, computed in fp32 and rounded once. The last of `added` may be fp32, and the sum is if
+    `wide`. Rows may be strided, their elements not."""
     from mla_fusion.projections import kernel
 
     outputs = [x.new_empty(x.shape) for x in xs]
@@ -95,7 +95,7 @@ def normalize(
     block = next_power_of_two(max(widths))
     kernel.rms_norm[len(first), len(xs)](
         *rows, weights[0], weights[-1], outputs[0], outputs[len(xs) - 1], outputs[-1],
-        *(stride // align for stride in strides), epsilons[0], epsilons[-1], K0=widths[0],
+        *(stride // align for stride in strides), epsilons[0], epsilons[-1], factor, K0=widths[0],
         K1=widths[1] if len(xs) > 1 else 0, BLOCK=block, ADDS=len(added), ALIGN=align,
         num_warps=max(1, min(16, block // 256)), **early_launch(first.device),
     )  # fmt: skip
