@@ -22,11 +22,11 @@ A profile must show that decode in every layer, and one refresh of its plan in e
 With --tp N, --dp N or --dcp N, or several of them, an engine of `tokens` and `complete` has N GPUs:
 tensor parallelism, data-parallel attention with experts in parallel (N engines, which begin at
 different times), and ranks of tensor parallelism that share a cache, with and without a draft.
-mla_fusion must be installed. Where ranks
-share a cache, `tp`, vLLM with a cache for each rank, is in the place of `cat`, which leaves the
-tokens of other ranks unrotated. In the place of `fused` is `auto`, the flag alone. `tokens` plants
-the error on the last rank of every configuration, and reads from the report of each rank that it
-fused every layer.
+mla_fusion must be installed. Where ranks share a cache, `tp`, vLLM with a cache for each rank, is
+in the place of `cat`, which leaves the tokens of other ranks unrotated. In the place of `fused` is
+`auto`, the flag alone. `tokens` plants the error on the last rank of every configuration, and reads
+from the report of each rank that it fused every layer. With --multicast vLLM also chooses among
+all-reduces that need NVLink multicast, and fusions with them.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e6, help="end engines after this time")
     parser.add_argument("--arms", default="", help="not of `tokens`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
+    parser.add_argument("--graphs", default="", help="`complete`: vLLM's cudagraph_mode")
     parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
     for way in WAYS:
         parser.add_argument(f"--{way}", type=int, default=1, help="GPUs of an engine; see above")
+    parser.add_argument("--multicast", action="store_true", help="with all-reduces that need it")
     parser.add_argument("--only", default="", help="parts of configurations' names, with commas")
     parser.add_argument("--plant", nargs="*", default=(), help="`tokens`: configurations for it")
     parser.add_argument("--commit", default="", help="commit, where git does not know it")
@@ -118,6 +120,7 @@ def run_arms(
 
     def measure(name: str, arm: str, index: int) -> dict[str, Any]:
         changes = {"arm": arm, "device": devices(index % groups * args.gpus, args.gpus)}
+        changes["multicast"] = args.multicast
         if arm == "tp":
             changes |= {"arm": "default", "dcp": 1}
         left = max(0.0, began + args.seconds - time.time())

@@ -12,9 +12,10 @@ engine.py) and `stored`, which is `cat` with the flag's setting of Inductor (doc
 `short` has steps with a prompt of 16 to 128 tokens: alone, behind a cached prefix, beside decodes.
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
-graph of the forward pass, or the whole step of a prefill, batch 0, or with drafts of MTP) and their
-mean by the clock, in microseconds; changes of the median are percent of `default`'s. The verdict of
-`engine_compare` on 12 prompts that every arm continues is in its rows.
+graph of the forward pass, or the whole step of a prefill, batch 0, with drafts of MTP, or with
+--graphs PIECEWISE or NONE) and their mean by the clock, in microseconds; changes of the median are
+percent of `default`'s. The verdict of `engine_compare` on 12 prompts that every arm continues is in
+its rows.
 
 With several GPUs the engines of as many cases as fit start side by side. Each rank's graph has its
 time, `gpu1` of the second, in which it also waits for the others; with a draft that of two graphs.
@@ -97,6 +98,7 @@ MODELS = {
     "deepseek-v2-lite": Model(27, 31.5),
     "glm-4.7-flash": Model(47, 60),
     "deepseek-r1-tp8": Model(40, 54),
+    "deepseek-r1-bf16": Model(20, 54),
     "deepseek-r1-deep": Model(61, 17),
     "r1-dp": Model(16, 8.5),
 }
@@ -152,7 +154,9 @@ def cases(args: argparse.Namespace, arms: int) -> Iterator[Case]:
             "drafts": drafts, "device": devices(0, n), "seqs": 128, "max_len": 20480,
             "capture": [b * (1 + drafts) for b in (1, 8, 32, 128)], "max_tokens": 8192,
             "prefix_caching": args.what == "short", "cache_bytes": most,
+            "multicast": args.multicast,
             "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "", **kinds[kind],
+            **({"cudagraph_mode": args.graphs} if args.graphs else {}),
         }  # fmt: skip
         yield Case(title, points, changes, ENGINE_BYTES + weights + most)
 
@@ -186,7 +190,9 @@ def measured(
     verdicts = {arm: verdict(arm, results, layers, shape) for arm in results}
     print(f"== {case.title}: {verdicts}", flush=True)
     known = {n: asked[n] for n in ("model", "layers", "cache")} | {"gpus": gpus}
-    known |= {n: asked[n] for n in ("drafts", "dp", "dcp") if asked.get(n)}
+    known |= {n: asked[n] for n in ("drafts", "dp", "dcp", "multicast") if asked.get(n)}
+    if "FULL" not in (mode := job(**asked)["cudagraph_mode"]):
+        known["graphs"] = mode
     told = {arm: {**known, **facts(results[arm]), "verdict": verdicts[arm]} for arm in results}
     rows, none_failed = timed(case.title, engines, case.points, told, end)
     return rows, none_failed and not any(v.startswith("WRONG") for v in verdicts.values())

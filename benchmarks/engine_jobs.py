@@ -29,7 +29,9 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     folder = options["folder"] or tempfile.mkdtemp()
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
-    environment |= NO_MULTICAST | options["variables"] | (variables or {})
+    if not options["multicast"]:
+        environment |= NO_MULTICAST
+    environment |= options["variables"] | (variables or {})
     if options["what"] == "complete" and options["tp"] > 1:  # see `engine_worker.running`
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if options["runner"] == "V1":  # else vLLM chooses
@@ -172,7 +174,7 @@ def job(**changes: Any) -> dict[str, Any]:
         "variables": {},  # of the environment
         "seqs": 16, "max_len": 4096, "max_tokens": 2048, "cache_bytes": 1 << 28,
         "shared_weights": "", "prefix_caching": False, "tokens": 256,
-        "tp": 1, "dp": 1, "dp_rank": 0, "dcp": 1,
+        "tp": 1, "dp": 1, "dp_rank": 0, "dcp": 1, "multicast": False,
         # Prompt lengths of requests; a phase begins when the one before has ended.
         "phases": [[1, 2, 3, 5, 17, 64, 130, 257, 600, 31, 4, 88]],
         "pause": 5,

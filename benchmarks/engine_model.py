@@ -108,12 +108,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "v3.2-dp": {**_V32, **_HEADS},
     "deepseek-v2-lite": _checkpoint("deepseek-v2-lite"),
     "glm-4.7-flash": _checkpoint("glm-4.7-flash"),
-    # DeepSeek-R1 with its experts in block fp8, one rank of tensor parallel 8
+    # DeepSeek-R1 as its checkpoint is, in block fp8, one rank of tensor parallel 8
     "deepseek-r1-tp8": {
         **_checkpoint("deepseek-v3"), "num_attention_heads": 16, "num_key_value_heads": 16,
         "intermediate_size": 2304, "moe_intermediate_size": 256, "vocab_size": 16160,
     },
 }  # fmt: skip
+# The same in bf16, without quantization
+MODELS["deepseek-r1-bf16"] = {
+    name: of for name, of in MODELS["deepseek-r1-tp8"].items() if name != "quantization_config"
+}
 # All layers of DeepSeek-R1, with 8 of its 256 experts, so that they fit a GPU.
 MODELS["deepseek-r1-deep"] = {
     **MODELS["deepseek-r1-tp8"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
@@ -247,7 +251,8 @@ def arguments(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _configs(job: dict[str, Any]) -> dict[str, Any]:
     """Compilation, plugin and speculation as the job asks for."""
     # vLLM's fused all-reduce needs NVLink multicast, which a machine may not have.
-    passes: dict[str, Any] = {} if job["tp"] == 1 else {"fuse_allreduce_rms": False}
+    fusable = job["tp"] == 1 or job["multicast"]
+    passes: dict[str, Any] = {} if fusable else {"fuse_allreduce_rms": False}
     compilation = {name: job[name] for name in ("mode", "cudagraph_mode")}
     compilation |= {"pass_config": passes}
     if job["capture"]:  # else vLLM chooses

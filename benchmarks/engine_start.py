@@ -5,11 +5,14 @@ have, with the caches of the starts before. The second start of vLLM 0.26 stores
 more. As many engines start side by side as there are GPUs, and capture vLLM's own list of sizes.
 
 Rows: seconds from the begin of the process until the engine is ready, and until the first token; of
-them `torch.compile`, the kernels of this library, and the capture of CUDA graphs.
+them the model's load, and what vLLM calls init: Dynamo, each compile range and all of
+`torch.compile`, the kernels of this library, the capture of CUDA graphs, and the rest. `cores` are
+those that the engine may run on (`taskset`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 STATES = ("cold", "second", "warm")
 # Column -> the log's line that has its seconds.
 LOGGED = {
+    "load_s": r"Model loading took .* and ([\d.]+) seconds",
+    "dynamo_s": r"Dynamo bytecode transform time: ([\d.]+) s",
+    "ranges_s": r"compile range (\(\d+, \d+\)) takes ([\d.]+) s",
+    "init_s": r"init engine .* took ([\d.]+) s",
     "kernels_s": r"mla-fusion: kernels ready in ([\d.]+) s",
     "capture_s": r"Graph capturing finished in ([\d.]+) secs",
 }
@@ -61,7 +68,7 @@ def once(
     options = {
         "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(layers).layers,
         "device": device, "folder": folder, "seqs": 128, "capture": [], "max_tokens": 8192,
-        "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_CACHE_DIR": f"{folder}/triton"},
+        "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_HOME": folder},
     }  # fmt: skip
     began = time.time()
     result = finish(*begin(job(**options)), max(0.0, end - began))
@@ -70,6 +77,7 @@ def once(
         return None
     row = {
         "model": name, "layers": options["layers"], "arm": arm, "start": state,
+        "cores": len(os.sched_getaffinity(0)),
         "ready_s": round(result["ready"] - began, 1), "token_s": round(result["token"] - began, 1),
         "compile_s": round(result["compile"], 1), **logged(Path(folder, child.LOG)),
     }  # fmt: skip
@@ -81,4 +89,6 @@ def logged(log: Path) -> dict[str, str]:
     """The columns of `LOGGED`."""
     text = log.read_text(errors="replace")
     found = {name: re.findall(pattern, text) for name, pattern in LOGGED.items()}
-    return {name: seconds[-1] if seconds else "" for name, seconds in found.items()}
+    ranges = found.pop("ranges_s")
+    parts = {n: f"{sum(map(float, each)):.1f}" if each else "" for n, each in found.items()}
+    return parts | {"ranges_s": "; ".join(map(" ".join, ranges))}

@@ -100,7 +100,8 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
                 if asked == "hold":
                     held.close()
                     batch, context, prompt, prefix = map(int, sizes)
-                    graphs = not (prompt or (alone and job["drafts"]))
+                    whole = prompt or (alone and job["drafts"])
+                    graphs = "FULL" in job["cudagraph_mode"] and not whole
                     if batch:
                         tokens = HELD * (1 + job["drafts"])
                         step = held.enter_context(requests(llm, prompts(batch, context), tokens))
@@ -245,14 +246,14 @@ def full_graph_times(
     Raises:
         RuntimeError: a forward pass is not one graph.
     """
+    graphs, more = 1 + bool(job["drafts"]), MORE if job["tp"] > 1 else 0
     llm.collective_rpc("time_replays")
     try:
         with running(llm, job):
-            step(STEPS)
+            step(STEPS + more)  # some of them ran before the last pause
     finally:
         times = llm.collective_rpc("replay_times")
-    graphs, more = 1 + bool(job["drafts"]), MORE if job["tp"] > 1 else 0
-    wanted = range(STEPS * graphs, (STEPS + more) * graphs + 1, graphs)
+    wanted = range(STEPS * graphs, (STEPS + 2 * more) * graphs + 1, graphs)
     if any(len(each) not in wanted for each in times):
         if graphs > 1:
             return {}  # runner V1 drafts in pieces

@@ -38,7 +38,6 @@ REGION = RESULTS / "region_h200.csv"
 STEPS = RESULTS / "step_h200.csv"
 AUTO = RESULTS / "complete_auto_h200.csv"
 SERVE = RESULTS / "serve_vllm033_h200.csv"
-PRODUCTS = RESULTS / "complete_products_h200.csv"
 
 Row = dict[str, str]
 PEERS = "bmm+1", "flashinfer", "vllm-40392", "vllm-unfused"
@@ -46,6 +45,7 @@ MODELS = {
     "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "glm-4.7-flash": "GLM-4.7-Flash",
     "deepseek-r1-tp8": "R1, one rank of 8",
+    "deepseek-r1-bf16": "R1 in bf16, one rank of 8",
     "r1-dp": "R1 with 128 heads",
 }
 # A dark page: the colours of mla_fusion/report/svg.css in place of matplotlib's.
@@ -67,7 +67,7 @@ def read(path: Path) -> list[Row]:
 
 def digest() -> str:
     """The hash that the plot carries of its rows."""
-    return hashlib.sha256(PRODUCTS.read_bytes() + AUTO.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(AUTO.read_bytes()).hexdigest()[:16]
 
 
 def spread(factors: list[float]) -> str:
@@ -105,8 +105,7 @@ def steps(rows: list[Row]) -> dict[tuple[str, ...], Steps]:
 
 def newest() -> dict[tuple[str, ...], Steps]:
     """The steps with context 1024, of each model's newest vLLM."""
-    every = steps(read(PRODUCTS) + read(AUTO)).items()
-    found = {p: s for p, s in every if p[-1] == "1024"}
+    found = {p: s for p, s in steps(read(AUTO)).items() if p[-1] == "1024"}
     last = {model: max(p[2] for p in found if p[0] == model) for model in {p[0] for p in found}}
     return {point: measured for point, measured in found.items() if point[2] == last[point[0]]}
 
@@ -182,7 +181,7 @@ def tables() -> dict[str, list[str]]:
     return {
         "region": region_table(read(REGION)),
         "readme": complete_table(newest()),
-        "complete-auto": complete_table(steps(read(PRODUCTS) + read(AUTO))),
+        "complete-auto": complete_table(steps(read(AUTO))),
         "serve": serve_table(read(SERVE)),
         "attention-means": attention_means(read(STEPS)),
     }

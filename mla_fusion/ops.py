@@ -11,11 +11,13 @@
     mla_attention_with_tensor_quantized_output      scale for a token and group, or one given
     projection                                      products of up to 16 tokens
     rms_norm                                        one or two norms beside our launches
+    qkv_a                                           vLLM's op of this product, launched early
     end_of_piece                                    marks where a graph is cut; never runs
 
 The fused op and the three behind it write into buffers of the graph and return nothing: under
-piecewise CUDA graphs they run between captured pieces, which read fixed addresses. `projection`
-and `rms_norm` read no metadata and are captured like a linear layer, so they return their results.
+piecewise CUDA graphs they run between captured pieces, which read fixed addresses. `projection`,
+`rms_norm` and `qkv_a` read no metadata and are captured like a linear layer, so they return their
+results.
 
 By `layer_name`, a string or, on some torch versions, an opaque object, an op finds the layer, its
 KV cache and the batch's metadata in vLLM's forward context.
@@ -37,6 +39,7 @@ GROUP_ATTENTION = "mla_attention_with_group_quantized_output"
 TENSOR_ATTENTION = "mla_attention_with_tensor_quantized_output"
 PROJECTION = "projection"
 NORM = "rms_norm"
+QKV_A = "qkv_a"
 CUT = "end_of_piece"
 
 
@@ -84,6 +87,32 @@ class Variant:
     kv_norm_epsilon: float | None = None
 
 
+@dataclass(frozen=True)
+class Product:
+    """The widths of a call of the op `projection`: of its input, and of its results."""
+
+    k: int
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.k} -> {' + '.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The widths of a call of the op `rms_norm`, and the sum that it normalizes first: its terms,
+    whether one of them is fp32, and whether the sum is kept in fp32."""
+
+    sizes: tuple[int, ...]
+    terms: int = 1
+    one: bool = False
+    kept: bool = False
+
+    def __str__(self) -> str:
+        said = " + ".join(map(str, self.sizes)) + f" of {self.terms} terms" * (self.terms > 1)
+        return said + ", one in fp32" * self.one + ", kept in fp32" * self.kept
+
+
 # What a splitting op of vLLM's attention is, these must be too: they read the batch's metadata.
 ATTENTION_OPS = (ATTENTION, GROUP_ATTENTION, TENSOR_ATTENTION)
 RUNTIME_OPS = tuple(f"{NAMESPACE}::{name}" for name in (FUSED, *ATTENTION_OPS))
@@ -120,9 +149,10 @@ _SCHEMAS = {
     ),
     PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
     NORM: (
-        "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons, bool wide=False) "
-        "-> Tensor[]"
+        "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons, "
+        "float factor=1.0, bool wide=False) -> Tensor[]"
     ),
+    QKV_A: "(Tensor x, Tensor weight) -> Tensor",
     CUT: "() -> ()",
 }
 
@@ -162,9 +192,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
     PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
-    NORM: lambda xs, added, weights, epsilons, wide=False: [
+    NORM: lambda xs, added, weights, epsilons, factor=1.0, wide=False: [
         *(x.new_empty(x.shape) for x in xs),
         *(xs[0].new_empty(x.shape, dtype=torch.float32 if wide else None) for x in added[:1]),
     ],
+    QKV_A: lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])),
     **dict.fromkeys((FUSED, *ATTENTION_OPS, CUT), lambda *_: None),
 }

@@ -30,12 +30,12 @@ from vllm.config.utils import Range
 from mla_fusion import config, logger, ops, report, runtime
 from mla_fusion.config import eligibility, vllm_compat
 from mla_fusion.config.identity import graphs_hash, source_hash
-from mla_fusion.passes import describe
+from mla_fusion.passes import describe, norms
 from mla_fusion.passes.canonicalize import CanonicalizeMLARoPEPass
 from mla_fusion.passes.fix_functionalization import OWN, MLAFixFunctionalizationPass
 from mla_fusion.passes.fuse import MLAAiterQkRopeKVCacheFusionPass
 from mla_fusion.passes.lift import MLADecodeQPrepLiftPass
-from mla_fusion.passes.norms import MLANormPass, widths
+from mla_fusion.passes.norms import MLANormPass
 from mla_fusion.passes.output import MLADecodeOutputFusionPass
 from mla_fusion.passes.projections import MLAProjectionPass, described, left_out
 from mla_fusion.passes.rewrite import FactsOf, Snapshot, drop_dead
@@ -269,7 +269,8 @@ def project(
         graph.lint()
     done("7")
     normed = MLANormPass(provider, kept)(graph)
-    record.norms = Counter(filter(None, map(widths, dict.fromkeys(normed.rewritten.values()))))
+    found = map(norms.described, dict.fromkeys(normed.rewritten.values()))
+    record.norms = Counter(filter(None, found))
     if normed.rewritten:
         stable_topological_sort(graph)  # the second norm's input may come behind the first norm
         drop_dead(graph, normed.dead)

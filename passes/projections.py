@@ -133,8 +133,8 @@ def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
     return new
 
 
-def described(launch: fx.Node) -> str:
-    """The widths of what a call of the op reads and makes, for the report."""
+def described(launch: fx.Node) -> ops.Product:
+    """What a call of the op reads and makes."""
     args: Any = launch.args
-    sizes = " + ".join(str(weight.meta["val"].shape[0]) for weight in args[1])
-    return f"{args[0].meta['val'].shape[1]} -> {sizes}"
+    sizes = tuple(weight.meta["val"].shape[0] for weight in args[1])
+    return ops.Product(args[0].meta["val"].shape[1], sizes)

@@ -3,10 +3,11 @@
     x, weight ─► vllm_ir.rms_norm ─► normed
     x, residual, weight ─► vllm_ir.fused_add_rms_norm ─► [0] normed, [1] x + residual
 
-There x may be a sum, as of shared and routed experts, that nothing else reads. Its terms must be in
-memory anyway: Inductor computes others in the kernel of the norm, and they would be one more. In
-fp32, from x to the result. Inductor leaves out the rounding in front of the weight that the
-IR's code has, and so does the op that takes a norm's place."""
+There x may be a sum, as of shared and routed experts, that nothing else reads, and of its terms one
+may be a product with a number, as `routed_scaling_factor` is. The terms must be in memory anyway:
+Inductor computes others in the kernel of the norm, and they would be one more. In fp32, from x to
+the result. Inductor leaves out the rounding in front of the weight that the IR's code has, and so
+does the op that takes a norm's place."""
 
 import operator
 from dataclasses import dataclass
@@ -27,14 +28,15 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 @dataclass(frozen=True)
 class Norm:
-    """`node` is the norm of x [T, K], or of x and all that is `added`, the residual last, with a
-    weight [K]: all of one type."""
+    """`node` is the norm of x [T, K], or of x times `factor` and all that is `added`, the residual
+    last, with a weight [K]: all of one type."""
 
     node: fx.Node
     x: fx.Node
     added: tuple[fx.Node, ...]
     weight: fx.Node
     epsilon: float
+    factor: float = 1.0
 
     @property
     def normed(self) -> list[fx.Node]:
@@ -48,7 +50,10 @@ def read_norm(node: fx.Node) -> Norm | None:
         return None
     args = arguments(node)
     residual, weight = args.get("x_residual"), args["weight"]
-    x, *added = [args["x"]] if residual is None else [*_terms(args["x"], node), residual]
+    factor, x, *added = 1.0, args["x"], *([] if residual is None else [residual])
+    if added:
+        factor, *terms = _terms(x, node)
+        x, *added = *terms, residual
     given: list[Any] = [weight, x, *added]
     values = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in given]
     if args["variance_size"] is not None or not all(isinstance(v, torch.Tensor) for v in values):
@@ -60,11 +65,12 @@ def read_norm(node: fx.Node) -> Norm | None:
     stored = all(map(_is_stored, [x, *added[:-1]])) and weight.op == "placeholder"
     if not (alike and shaped and dense and stored):
         return None
-    return Norm(node, x, tuple(added), weight, args["epsilon"])
+    return Norm(node, x, tuple(added), weight, args["epsilon"], factor)
 
 
 def _terms(x: fx.Node, norm: fx.Node) -> list[Any]:
-    """The two terms of a sum that only the norm reads, or x."""
+    """A factor of the first of the two terms of a sum that only the norm reads, and both; or 1 and
+    x."""
     value, reader = x.meta.get("val"), norm
     while x.target in _RESHAPES and value is not None and {*x.users} == {reader}:
         source = x.all_input_nodes[0]
@@ -72,7 +78,19 @@ def _terms(x: fx.Node, norm: fx.Node) -> list[Any]:
             break
         x, reader = source, x
     plain = x.target is aten.add.Tensor and len(x.args) == 2 and not x.kwargs
-    return [*x.args] if plain and {*x.users} == {reader} else [x]
+    if not plain or {*x.users} != {reader}:
+        return [1.0, x]
+    terms: list[Any] = sorted(x.args, key=_is_scaled, reverse=True)
+    if _is_scaled(terms[0]) and {*terms[0].users} == {x}:
+        scaled, factor = terms[0].args
+        return [float(factor), scaled, terms[1]]
+    return [1.0, *x.args]
+
+
+def _is_scaled(node: Any) -> bool:
+    """True if `node` is a product of another one with a number."""
+    is_product = isinstance(node, fx.Node) and node.target is aten.mul.Tensor
+    return is_product and isinstance(node.args[1], int | float)
 
 
 def _is_stored(node: fx.Node) -> bool:

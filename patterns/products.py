@@ -19,6 +19,7 @@ from mla_fusion.report.reasons import Declined
 aten = torch.ops.aten
 TYPES = (torch.bfloat16, torch.float16)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
+QKV_A = "vllm::min_latency_fused_qkv_a_proj"  # of DeepSeek-V3 and Kimi-K2 on Hopper, in bf16
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def read_product(node: fx.Node) -> Product | None:
     """The product that `node` computes; None if it multiplies with no weight. Raises Declined for
     a product that the op `projection` does not take."""
     if node.target not in _PRODUCTS:
+        if called(node) == QKV_A:
+            raise Declined("product-slower", QKV_A)
         if _is_opaque(node):
             raise Declined("product-opaque", called(node))
         return None

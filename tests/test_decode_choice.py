@@ -11,7 +11,7 @@ from mla_fusion.attention.plan.buffers import Settings
 from mla_fusion.config import THRESHOLD, Options, eligibility, identity, vllm_compat
 from mla_fusion.plugin import workers
 from mla_fusion.report.reasons import Decline
-from mla_fusion.runtime import decode_choice, layer_state, measured, measured_products, step_plan
+from mla_fusion.runtime import decode_choice, layer_state, measured, measured_here, step_plan
 from mla_fusion.runtime.decode_choice import Choice
 from mla_fusion.runtime.engine import Engine
 from tests.gpus import imitate
@@ -323,12 +323,16 @@ def test_a_plan_holds_no_more_sequences_than_a_fused_graph(seqs, drafts, bucket,
     assert Engine.of(config).sequences == sequences
 
 
-def test_an_engine_goes_by_what_was_measured_of_products_here(h200, monkeypatch):
+@pytest.mark.parametrize(
+    "provider, option, kinds",
+    [("triton", "vllm", ["region"]), ("triton", "auto", ["region", "projections"]),
+     ("reference", "auto", ["projections"])],
+)  # fmt: skip
+def test_an_engine_goes_by_what_was_measured_here(h200, monkeypatch, provider, option, kinds):
     loaded = []
-    monkeypatch.setattr(measured_products, "load", loaded.append)
-    for option in ("vllm", "auto"):
-        Engine.of(engine(options={"provider": "triton", "projections": option}))
-    assert loaded == [H200]
+    monkeypatch.setattr(measured_here, "load", lambda *of: loaded.append(of))
+    Engine.of(engine(options={"provider": provider, "projections": option}))
+    assert loaded == [(kind, H200) for kind in kinds]
 
 
 def test_the_report_names_who_decodes_once(h200):

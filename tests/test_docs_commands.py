@@ -63,7 +63,7 @@ def test_a_measurement_runs_up_to_its_first_device_call(line, monkeypatch, tmp_p
     for module, name, mock in (
         (cli, "GPU_DEVICES", ("*",)),
         (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "device_count", lambda: 8),
         (torch.cuda, "current_device", meet),
         (torch.cuda, "get_device_name", meet),
         (torch.cuda, "get_device_properties", meet),

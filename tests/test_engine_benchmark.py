@@ -11,6 +11,7 @@ import engine
 import engine_compare
 import engine_complete
 import engine_jobs
+import engine_model
 import engine_worker
 import pytest
 import torch
@@ -36,28 +37,34 @@ NOISE = engine_compare.compare(result(TOKENS, NOISY), BASE)
 
 
 @pytest.mark.parametrize(
-    ("gaps", "tokens", "verdict"),
+    ("gaps", "tokens", "count", "verdict"),
     [
-        ([2.0, 2.0, 1.9, 2.0], TOKENS, "right"),
-        ([2.0, 2.0, 0.05, 2.0], [1, 2, 103, 9], "right"),  # a near tie
-        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], "WRONG: a token differs at a gap of 0.5"),
-        ([2.0] * 4, [1, 2, 77, 9], "WRONG: a token differs at a gap of inf"),  # no candidate
+        ([2.0, 2.0, 1.9, 2.0], TOKENS, 1, "right"),
+        ([2.0, 2.0, 0.05, 2.0], [1, 2, 103, 9], 9, "right"),  # a near tie
+        # The gap is wider than any move of the unfused pair.
+        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], 4, "right"),
+        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], 5, "WRONG: 5 tokens differ at gaps of up to 0.5"),
+        ([2.0] * 4, [1, 2, 77, 9], 1, "WRONG: 1 tokens differ at gaps of up to inf"),
         # The tokens are equal and their probabilities are not.
-        ([2.08] * 4, TOKENS, "WRONG: log-probabilities move 1.6 times as far"),
-        ([math.nan] * 4, TOKENS, "WRONG: NaN"),
+        ([2.08] * 4, TOKENS, 1, "WRONG: log-probabilities move 1.6 times as far"),
+        ([math.nan] * 4, TOKENS, 1, "WRONG: NaN"),
     ],
 )
-def test_verdict(gaps, tokens, verdict):
+def test_verdict(gaps, tokens, count, verdict):
     made = result(TOKENS, gaps)
     top = made["top"] if tokens[2] == 103 else BASE["top"]
-    difference = engine_compare.compare(made, {"tokens": [tokens], "top": top})
-    assert difference.equal == (tokens == TOKENS)
+    ours, other = (
+        {"tokens": [chosen] * count, "top": each * count}
+        for chosen, each in ((TOKENS, made["top"]), (tokens, top))
+    )
+    difference = engine_compare.compare(ours, other)
+    assert difference.equal == count * (tokens == TOKENS)
     assert engine_compare.verdict(difference, NOISE).startswith(verdict)
 
 
 @pytest.mark.parametrize(
     ("tokens", "word"),
-    [(TOKENS, "not judged: the unfused paths"), ([1, 2, 77, 9], "WRONG: a token differs")],
+    [(TOKENS, "not judged: the unfused paths"), ([1, 2, 77, 9], "WRONG: 1 tokens differ")],
 )
 def test_equal_unfused_paths_are_no_measure(tokens, word):
     same = engine_compare.compare(BASE, BASE)
@@ -135,7 +142,8 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
     monkeypatch.setattr(engine, "run", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ways = " tp2", " dp2", " dcp2"
-    args = argparse.Namespace(gpus=2, ways=ways, only="mtp-1", jobs=1, seconds=9, plant=())
+    args = argparse.Namespace(gpus=2, ways=ways, only="mtp-1", jobs=1, seconds=9, plant=(),
+                              multicast=True)  # fmt: skip
     found = [(row["planted"][:5], wrong) for [row], wrong in engine.tokens(args)]
     assert found == [("WRONG", 0)] * 3
     assert [each["arm"] for each in jobs] == [
@@ -143,7 +151,19 @@ def test_ranks_divide_the_work_in_each_way_and_an_error_is_planted_in_all(monkey
     ]  # fmt: skip
     ranks = [(each["tp"], each["dp"], each["dcp"], each["device"]) for each in jobs]
     assert ranks[::4] == [(2, 1, 1, "0,1"), (1, 2, 1, "0,1"), (2, 1, 2, "0,1")]
-    assert ranks[9] == (2, 1, 1, "0,1")
+    assert ranks[9] == (2, 1, 1, "0,1") and all(each["multicast"] for each in jobs)
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_all_reduces_that_need_multicast_are_left_to_vllm_where_asked(multicast, monkeypatch):
+    works = []
+    monkeypatch.setattr(engine_jobs.child, "start", lambda work, **_: works.append(work))
+    asked = job(tp=2, multicast=multicast)
+    engine_jobs.start(asked)
+    off = {name: works[0].environment.get(name) for name in engine_jobs.NO_MULTICAST}
+    passes = engine_model._configs(asked)["compilation_config"]["pass_config"]
+    assert (off == engine_jobs.NO_MULTICAST) is not multicast
+    assert ("fuse_allreduce_rms" in passes) is not multicast
 
 
 def test_rows_are_written_as_they_come(monkeypatch, tmp_path):
@@ -178,7 +198,8 @@ def test_the_last_rank_alone_has_the_planted_error(last, monkeypatch):
     ("tp", "drafts", "replays", "found"),
     [
         (1, 0, [3.0] * 20, 3.0), (1, 0, [3.0] * 21, ""), (2, 0, [3.0] * 23, 3.0),
-        (2, 0, [3.0] * 60, ""), (2, 1, [3.0, 1.0] * 22, 4.0), (2, 1, [1.0] * 99, None),
+        (2, 0, [3.0] * 40, 3.0), (2, 0, [3.0] * 41, ""), (2, 1, [3.0, 1.0] * 22, 4.0),
+        (2, 1, [1.0] * 99, None),
     ],
 )  # fmt: skip
 def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(tp, drafts, replays, found):
@@ -197,8 +218,9 @@ def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(tp, drafts, replays, fo
         times = engine_worker.full_graph_times(llm, asked.append, job)
         assert times == ({"gpu": found, "gpu1": found} if found else {})
     steps = [engine_worker.STEPS]
-    if tp > 1:  # an engine in a process of its own steps by itself
-        steps = ["resume_scheduler", *steps, "pause_scheduler"]
+    if tp > 1:  # an engine in a process of its own steps by itself, and may be ahead
+        more = engine_worker.STEPS + engine_worker.MORE
+        steps = ["resume_scheduler", more, "pause_scheduler"]
     assert asked == ["time_replays", *steps, "replay_times"]
 
 
@@ -233,8 +255,9 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         lambda title, *_: timed.append((title, len(started))) or ([], True),
     )
     args = argparse.Namespace(
-        what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99
-    )
+        what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99,
+        multicast=False, graphs="PIECEWISE",
+    )  # fmt: skip
     assert [wrong for _, wrong in engine_complete.complete(args)] == [True] * 8  # none was ready
     assert timed == [
         *((f"deepseek-v2-lite fp8 {kind}2", 4) for kind in ("tp", "dp")),
@@ -243,6 +266,7 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         ("deepseek-r1-deep fp8 dcp2", 14), ("deepseek-r1-deep fp8 mtp-1 dcp2", 16),
     ]  # fmt: skip
     assert [each["capture"][:2] for each in started[4:8:2]] == [[1, 8], [2, 16]]
+    assert {each["cudagraph_mode"] for each in started} == {"PIECEWISE"}
 
 
 def test_complete_judges_layers_and_takes_changes_of_medians_against_default():

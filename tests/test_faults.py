@@ -17,7 +17,7 @@ import torch
 from mla_fusion import config, kernels, plugin, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter, reference
-from mla_fusion.runtime import layer_state, tables
+from mla_fusion.runtime import layer_state, ready, tables
 from tests.aiter_double.test_require import ABSENT, on_path, write  # noqa: F401  a fixture
 from tests.models import DEEPSEEK_V2
 from tests.passes.fake_engine import DECODE, MIXED, Engine, assert_same, fuse, run
@@ -146,6 +146,7 @@ def test_what_is_derived_from_buffers_follows_a_reload(make, method, monkeypatch
     for layer in layers.values():
         kept = layer_state.of(layer).tables
         table = tables.in_type(kept, source, "native", torch.bfloat16)
+    monkeypatch.setattr(ready, "compile_ahead", fail)  # graphs and kernels are kept
     given = SimpleNamespace(cos_sin_cache=table, q=q, k_pe=q, derived=kept)
     _, *halves = aiter.halves(given)
     getattr(made, method)()

@@ -15,12 +15,43 @@ def test_the_plot_is_current():
     assert f"rows {figures.digest()}" in figures.PLOT.read_text(), "run benchmarks/figures.py"
 
 
-def test_rows_are_old_if_code_has_changed_that_runs():
-    kernel = "MOST = 4\n\ndef f(x):\n    return x\n"
-    told = '"""Doc."""\nMOST = 4  # tiles\ndef f(x: int):\n    """Doc."""\n    return x\n'
-    assert stale_rows.code(kernel) == stale_rows.code(told)
-    for old, new in (("4", "8"), ("return x", "return -x")):
-        assert stale_rows.code(kernel.replace(old, new)) != stale_rows.code(kernel)
+KERNEL = "mla_fusion/kernel.py"
+FILES = {
+    KERNEL: "from mla_fusion import common\nfrom mla_fusion.common import helper\nMOST = 4\n"
+    "@gluon.jit\ndef kernel(x):\n    return helper(x) + common.other(MOST)\n",
+    "mla_fusion/common.py": "def helper(x):\n    return x\ndef other(x):\n    return inner(x)\n"
+    "def inner(x):\n    return x + 1\ndef apart(x):\n    return x + 2\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "old, new, files",
+    [("MOST = 4", "MOST = 8", {"kernel.py"}), ("x + 1", "x + 3", {"common.py"}),
+     ("return x\n", "return -x\n", {"common.py"}), ("x + 2", "x + 3", set()),
+     ("MOST = 4", "MOST = 4  # tiles", set()),
+     ("def inner(x):", 'def inner(x: int):\n    """Doc."""', set())],
+)  # fmt: skip
+def test_rows_are_old_if_code_has_changed_that_their_kernel_runs(monkeypatch, old, new, files):
+    def source(commit, path):
+        return FILES.get(path, "").replace(*(("", "") if commit else (old, new)))
+
+    monkeypatch.setattr(stale_rows, "source", source)
+    stale_rows.definitions.cache_clear(), stale_rows.changed.cache_clear()
+    assert stale_rows.changed("then", KERNEL) == files
+    stale_rows.definitions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name, row, timed",
+    [("step_h200.csv", {"candidate": "fa3"}, 0), ("complete.csv", {"arm": "default"}, 0),
+     ("complete.csv", {"arm": "auto", "batch": "0"}, 0), ("start.csv", {}, 0),
+     ("step.csv", {"dtype": "bf16", "heads": "16", "queries": "2"}, 3),
+     ("complete.csv", {"arm": "auto", "model": "r1-dp", "cache": "fp8"}, 6),
+     ("serve.csv", {"arm": "auto"}, 6), ("region.csv", {"candidate": "plain+triton"}, 1)],
+)  # fmt: skip
+def test_a_row_times_the_kernels_that_it_launched(name, row, timed):
+    files = stale_rows.kernels(name, row)
+    assert len(files) == timed and all((stale_rows.ROOT / file).exists() for file in files)
 
 
 @pytest.mark.parametrize("flag, seen", [((1, 2), True), ((1, 3), False), ((5, 6), True)])

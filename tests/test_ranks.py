@@ -8,6 +8,7 @@ others the second rank's answer is made up. Whole engines with two ranks are in
 import contextlib
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def fail_and_die_on_the_second(rank):
     return [alone, *errors]
 
 
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
 ENGINE = Engine(Options("triton"), 4, 1, 4, torch.bfloat16, {}, model="V3")
 
 
@@ -61,7 +63,7 @@ def collect_where_the_first_fails():
         patch.setattr(collectives, "report_path", lambda _: None)
         patch.setattr(report, "find", find)
         with pytest.raises((RecursionError, RuntimeError)) as raised:
-            collectives.collect(ENGINE, None)
+            collectives.collect(ENGINE, CONFIG)
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -128,7 +130,7 @@ def test_the_first_rank_stores_what_all_compiled(
     gather.called = False
     monkeypatch.setattr(vllm_compat, "gather", gather)
     monkeypatch.setattr(collectives, "on_every_rank", contextlib.nullcontext)
-    merged, cached = collectives.collect(ENGINE, None)
+    merged, cached = collectives.collect(ENGINE, CONFIG)
     assert asked == ([path] if first and None in (own, others) else [])
     if found is None:
         assert merged is made[stored] and cached is (stored is not None) and not kept
@@ -138,3 +140,17 @@ def test_the_first_rank_stores_what_all_compiled(
     assert merged.ranks == len(found) and merged.ranges[0].fused == fused[0]
     differs = [f"rank 1: {fused[1]} of 2"] if len(found) > 1 else []
     assert [line[: len("rank 1: 0 of 2")] for line in merged.differing] == differs
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_of_a_stage_have_the_same_products(monkeypatch, stages):
+    own, other = compiled(2), compiled(2)
+    other.ranges[0].products["8 -> 9"] = 1
+    monkeypatch.setattr(CONFIG.parallel_config, "pipeline_parallel_size", stages)
+    monkeypatch.setattr(collectives, "report_path", lambda _: None)
+    monkeypatch.setattr(collectives, "on_every_rank", contextlib.nullcontext)
+    monkeypatch.setattr(report, "take", lambda *_, **__: own)
+    monkeypatch.setattr(report, "store", lambda *_: None)
+    monkeypatch.setattr(vllm_compat, "gather", lambda value: [value, value and other])
+    merged, _ = collectives.collect(ENGINE, CONFIG)
+    assert len(merged.differing) == (stages == 1)

@@ -19,8 +19,9 @@ from triton.runtime.jit import JITFunction
 
 from mla_fusion import report, runtime
 from mla_fusion.config import Options
-from mla_fusion.kernels import ahead
-from mla_fusion.ops import Quantization, Rope, Variant
+from mla_fusion.kernels import ahead, dispatch
+from mla_fusion.kernels.dispatch import Plan, Row, Widths
+from mla_fusion.ops import Norm, Product, Quantization, Rope, Variant
 from mla_fusion.projections import triton as projections
 from mla_fusion.runtime import layer_state, projection, ready
 from mla_fusion.runtime.output import QuantizedOutput
@@ -34,19 +35,13 @@ from tests.step import forward_pass
 
 NAME, SEQUENCES, PAGE = "model.layers.0.attn", 64, 64
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
-# Widths of DeepSeek-V2-Lite as a report has them, and for a call.
-PRODUCTS = {
-    "2048 -> 3072 + 576": ((3072, 576), 2048), "2048 -> 2048": ((2048,), 2048),
-    "2048 -> 1344": ((1344,), 2048),
-}  # fmt: skip
-
-
-NORMS = {
-    "2048 of 3 terms": ((2048,), [BF16, BF16], False), "2048": ((2048,), [], False),
-    "2048 of 2 terms, kept in fp32": ((2048,), [BF16], True),
-    "2048 of 3 terms, one in fp32": ((2048,), [BF16, FP32], False),
-    "1536 + 512": ((1536, 512), [], False),
-}  # fmt: skip
+PREP = Widths(NOPE, ROPE, LATENT)
+# Of DeepSeek-V2-Lite.
+PRODUCTS = [Product(2048, (3072, 576)), Product(2048, (2048,)), Product(2048, (1344,))]
+NORMS = [
+    Norm((2048,), 3), Norm((2048,)), Norm((2048,), 2, kept=True), Norm((2048,), 3, one=True),
+    Norm((1536, 512)),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -87,12 +82,15 @@ def layer(heads, cache):
 def step(made, batch, length, kind):
     """A decode step as a model makes it: q and k_pe are parts of a product's result."""
     tokens, heads, name = batch * length, made.num_heads, _encode_layer_name(NAME)
-    for sizes, k in PRODUCTS.values():
-        projection.project(meta(tokens, k), [meta(size, k) for size in sizes])
-    for sizes, added, kept in NORMS.values():
-        xs = [meta(tokens, 2112)[:, :size] for size in sizes]
-        norms = [meta(size) for size in sizes], [1e-6] * len(sizes)
-        projections.normalize(xs, *norms, [meta(tokens, 2048, dtype=t) for t in added], kept)
+    for of in PRODUCTS:
+        projection.project(meta(tokens, of.k), [meta(size, of.k) for size in of.sizes])
+    for of in NORMS:
+        xs = [meta(tokens, 2112)[:, :size] for size in of.sizes]
+        norms = [meta(size) for size in of.sizes], [1e-6] * len(xs)
+        types = [BF16, FP32 if of.one else BF16][3 - of.terms :]
+        projections.normalize(
+            xs, *norms, [meta(tokens, 2048, dtype=t) for t in types], 2.5, of.kept
+        )
     lengths, table = meta(batch, dtype=torch.int32), meta(batch, 320, dtype=torch.int32)
     metadata = SimpleNamespace(
         num_actual_tokens=tokens, num_decode_tokens=tokens, max_query_len=length,
@@ -117,7 +115,7 @@ def step(made, batch, length, kind):
 @pytest.mark.parametrize(
     "heads, cache, drafts, kind, decode",
     [
-        (16, "fp8", 0, "none", "mla_decode_fp8"), (16, "auto", 1, "none", "mla_decode_hopper"),
+        (16, "fp8", 0, "none", "mla_decode_few_rows"), (16, "auto", 1, "none", "mla_decode_hopper"),
         (128, "fp8", 0, "group", "mla_decode_hopper_ws"),
     ],
 )  # fmt: skip
@@ -128,16 +126,14 @@ def test_no_step_launches_what_was_not_compiled_ahead(
     engine = attach({NAME: made}, Options("triton", "portable"), BF16, SEQUENCES, drafts, page=PAGE)
     query = str(layer_state.of(made).facts.query).removeprefix("torch.")
     variants = [Variant(False, ROPE, "bfloat16", query, cache)]
-    products = dict.fromkeys(PRODUCTS, 1)
     graph = report.RangeReport(
-        (1, engine.bucket),
-        1,
-        1,
-        variants=variants,
-        outputs={kind: 1},
-        products=products,
-        norms=dict.fromkeys(NORMS, 1),
-    )
+        (1, engine.bucket), 1, 1, variants=variants, outputs={kind: 1},
+        products=dict.fromkeys(PRODUCTS, 1), norms=dict.fromkeys(NORMS, 1),
+    )  # fmt: skip
+    # What `calibrate` measured here, which a process does not know.
+    odd = Row("NVIDIA H200", "sm_90", cache == "fp8", PREP, heads, 64, Plan(block_m=32))
+    monkeypatch.setattr(dispatch, "own", {})
+    dispatch.prefer(odd.gpu, [odd])
     sent = []
     monkeypatch.setattr(ready, "compile_apart", lambda launches, device: sent.append(launches))
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=None))
@@ -147,8 +143,10 @@ def test_no_step_launches_what_was_not_compiled_ahead(
         report.add(each)
     ready.wait()
     assert len(sent) == 2 + len(PRODUCTS) + len(NORMS)
+    dispatch.prefer(odd.gpu, [])
     for launch in chain(*sent):
         launch()
+    dispatch.prefer(odd.gpu, [odd])
     expected = set(compiled)
     names = {
         "mla_prep",
@@ -166,6 +164,7 @@ def test_no_step_launches_what_was_not_compiled_ahead(
         for length in range(1, 2 + drafts):
             step(made, batch, length, kind)
     assert compiled == expected
+    dispatch.prefer(odd.gpu, [])
 
 
 @pytest.fixture

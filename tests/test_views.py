@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_fusion import cli, report
+from mla_fusion.ops import Product
 from mla_fusion.report import views
 from mla_fusion.report.graphs import LayerGraph, Node, PassOps
 from mla_fusion.report.reasons import Decline
@@ -125,7 +126,7 @@ def test_the_page_says_what_the_report_says():
     assert [len(tree.findall(f".//{tag}")) for tag in ("{*}svg", "table")] == [2, 4]
     # Products of few tokens, ours and others with their reason, have a part of their own.
     made = stored()
-    made.ranges[0].products = {"2048 -> 3072 + 576": 27}
+    made.ranges[0].products = {Product(2048, (3072, 576)): 27}
     made.ranges[0].plain_products = {Decline("product-slower", "2048 -> 64"): 26}
     tree, said = parsed(views.page(made))
     assert "2048 -> 3072 + 576" in said and "[product-slower]" in said

@@ -3,67 +3,146 @@
 
     python tools/stale_rows.py
 
-A row is old if a kernel's code, as `code` compares it, has changed since the row's commit. The
-checkout needs git and its history.
+A row is old if code has changed since its commit that a kernel of the row runs: a jitted function
+of the kernel's file, or what one calls, in any file of this library. The checkout needs git and its
+history.
 """
 
 import ast
 import csv
+import functools
 import subprocess
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NOW = ""  # in place of a commit: the checkout
 ATTENTION = "mla_fusion/attention"
-REGION = ("mla_fusion/kernels/triton_*.py",)
-DECODE = (f"{ATTENTION}/hopper/[dptw]*.py", f"{ATTENTION}/triton/*_kernel.py",
-          f"{ATTENTION}/plan/planner_triton.py")  # fmt: skip
-SPARSE = (f"{ATTENTION}/hopper/sparse_*.py",)
-MODEL = (*REGION, *DECODE, "mla_fusion/projections/kernel.py")
-# How the name of a file with times begins -> the kernels that it times.
-TIMED = {
-    "region": REGION, "step": DECODE, "epilogue": DECODE, "sparse": SPARSE,
-    "engine_sparse": SPARSE, "complete": MODEL, "serve": MODEL,
-}  # fmt: skip
+REGION = ("mla_fusion/kernels/triton_kernels.py",)
+PLANNED = (f"{ATTENTION}/triton/reduce_kernel.py", f"{ATTENTION}/hopper/product.py")
+SPARSE = (f"{ATTENTION}/hopper/sparse_fp8.py", f"{ATTENTION}/hopper/sparse_specialized.py")
+STEP = (f"{ATTENTION}/plan/planner_triton.py", "mla_fusion/projections/kernel.py")
+FEW_ROWS = 32  # query rows of a sequence beyond which kernels are warp-specialized
+
+Place = tuple[str, str]  # a file, and a name in it; the name is empty for the module itself
+Definitions = dict[str, ast.stmt | Place]
 
 
-def code(source: str) -> str:
-    """A kernel's file without comments, docstrings, annotations of arguments and imports."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
-            node.body = node.body[1:]
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return ast.dump(ast.Module(kept, []))
-
-
-def at(commit: str, path: str) -> str:
-    """The source of a file in a commit; empty if it was not there."""
+def source(commit: str, path: str) -> str:
+    """The source of a file in a commit; empty if it is not there."""
+    if commit == NOW:
+        return (ROOT / path).read_text() if (ROOT / path).exists() else ""
     found = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True)
     return found.stdout.decode()
 
 
-def changed(commit: str, patterns: tuple[str, ...]) -> list[str]:
-    """Names of the kernels' files whose code is another than in a commit."""
-    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    return [
-        path.name
-        for path in paths
-        if code(path.read_text()) != code(at(commit, str(path.relative_to(ROOT))))
+@functools.cache
+def definitions(commit: str, path: str) -> Definitions:
+    """What a file defines, by name, or imports from this library."""
+    found: Definitions = {}
+    for node in ast.parse(source(commit, path)).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id: node for target in targets for name in ast.walk(target)
+                      if isinstance(name, ast.Name)}  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mla_fusion"):
+            folder = (node.module or "").replace(".", "/")
+            for name in node.names:
+                module = f"{folder}/{name.name}.py"
+                place = (module, "") if source(commit, module) else (f"{folder}.py", name.name)
+                found[name.asname or name.name] = place
+    return found
+
+
+def code(node: ast.stmt) -> str:
+    """A definition without docstring and annotations of arguments."""
+    node = ast.parse(ast.unparse(node)).body[0]
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+        node.body = node.body[1:]
+    for each in ast.walk(node):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    return ast.dump(node)
+
+
+def reached(commit: str, path: str) -> dict[Place, str]:
+    """The code that the jitted functions of a file run, by place."""
+    found: dict[Place, str] = {}
+    todo = [
+        (path, name)
+        for name, node in definitions(commit, path).items()
+        if isinstance(node, ast.FunctionDef) and "jit" in ast.unparse(node).partition("def ")[0]
     ]
+    while todo:
+        if (place := todo.pop()) in found:
+            continue
+        node = definitions(commit, place[0]).get(place[1])
+        if isinstance(node, tuple):
+            todo.append(node)
+        elif node is not None:
+            found[place] = code(node)
+            todo += called(commit, place[0], node)
+    return found
+
+
+def called(commit: str, path: str, node: ast.stmt) -> Iterator[Place]:
+    """The places of the names of a definition that are of this library."""
+    known = definitions(commit, path)
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and each.id in known:
+            yield path, each.id
+        elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+            of = known.get(each.value.id)
+            if isinstance(of, tuple) and not of[1]:
+                yield of[0], each.attr
+
+
+@functools.cache
+def changed(commit: str, path: str) -> frozenset[str]:
+    """The files of which a kernel runs other code than in a commit."""
+    now, then = reached(NOW, path), reached(commit, path)
+    return frozenset(Path(file).name for (file, name), text in now.items()
+                     if then.get((file, name)) != text)  # fmt: skip
+
+
+def kernels(name: str, row: dict[str, str]) -> tuple[str, ...]:
+    """The files of the kernels that a row of a result times."""
+    if row.get("arm") == "default" or row.get("batch") == "0":  # the second is a prefill
+        return ()
+    candidate = row.get("candidate", "ours")
+    if name.startswith("region"):
+        return REGION if "triton" in candidate else ()
+    if candidate != "ours":
+        return ()
+    if "sparse" in name:
+        return SPARSE
+    if name.startswith("epilogue"):
+        return PLANNED
+    if not name.startswith(("step", "batch_invariant", "complete", "serve")):
+        return ()  # no kernel's time
+    fp8 = "fp8" in (row.get("dtype") or row.get("cache") or "fp8")
+    heads = int(row.get("heads") or (128 if row.get("model") == "r1-dp" else 16))
+    rows = heads * (int(row.get("queries") or 1) + int(row.get("drafts") or 0))
+    decode = "warp_specialized" if rows > FEW_ROWS else "decode" + "_fp8" * fp8
+    files = (f"{ATTENTION}/hopper/{decode}.py", *PLANNED)
+    return files if "dtype" in row else (*REGION, *files, *STEP)
 
 
 def main() -> None:
     """Print a line for each file and commit with old rows."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.csv")):
-        kernels = next((TIMED[name] for name in TIMED if path.name.startswith(name)), ())
+        old: dict[str, list[frozenset[str]]] = {}
         with path.open(newline="") as file:
-            rows = Counter(row.get("commit", "") for row in csv.DictReader(file))
-        for commit, count in rows.items():
-            if files := changed(commit, kernels):
-                print(f"{path.name}: {count} rows of {commit}: {', '.join(files)}")
+            for row in csv.DictReader(file):
+                commit = row.get("commit", "")
+                files = frozenset().union(*(changed(commit, k) for k in kernels(path.name, row)))
+                old.setdefault(commit, []).extend([files] if files else [])
+        for commit, rows in old.items():
+            if rows:
+                names = ", ".join(sorted(frozenset().union(*rows)))
+                print(f"{path.name}: {len(rows)} rows of {commit}: {names}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The launch plan of the fused region by tokens, heads, widths and GPU, as measured.
 
-`gpus/` has a JSON file for each GPU, with the plans that `benchmarks/tune_dispatch.py` measured to
-be fastest. Every plan is legal for all widths: the kernel masks what a tile has beyond them, and
-`fit` shrinks tiles that are too deep. Nothing is tried out at run time: graph and warm-up agree.
+`gpus/` has a JSON file for each GPU, with the plans that `mla-fusion calibrate` measured to be
+fastest; those that it measured on this machine go before, see `prefer`. Every plan is legal for all
+widths: the kernel masks what a tile has beyond them, and `fit` shrinks tiles that are too deep.
+Nothing is tried out at run time: graph and warm-up agree.
 """
 
 from __future__ import annotations
@@ -56,12 +57,35 @@ class Row(NamedTuple):
 @functools.cache
 def measured() -> list[Row]:
     """The rows of every file of `gpus/`."""
-    tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
-    return [
-        Row(of["gpu"], of["arch"], query == "fp8", Widths(*sizes), heads, tokens, Plan(*plan))
-        for of in tables
-        for query, *sizes, heads, tokens, plan in ((*row[:6], row[6:]) for row in of["plans"])
-    ]
+    files = sorted(FOLDER.glob("*.json"))
+    return [row for path in files for row in parse(json.loads(path.read_bytes()))]
+
+
+def parse(of: Any) -> list[Row]:
+    """The rows of a file's content. Raises ValueError if it has another form."""
+    try:
+        sizes = 6 + len(dataclasses.fields(Plan))
+        for row in of["plans"]:
+            numbers = all(type(n) is bool or (type(n) is int and n > 0) for n in row[4:])
+            if len(row) != sizes or not numbers:
+                raise ValueError(f"no plan is {row}")
+        return [
+            Row(of["gpu"], of["arch"], query == "fp8", Widths(*sizes), heads, tokens, Plan(*plan))
+            for query, *sizes, heads, tokens, plan in ((*row[:6], row[6:]) for row in of["plans"])
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from None
+
+
+own: dict[str, list[Row]] = {}  # by GPU, of `prefer`
+
+
+def prefer(name: str, rows: list[Row]) -> None:
+    """Let these rows go before the shipped ones of a GPU for their own widths and heads, in this
+    process."""
+    own[name] = rows
+    choose.cache_clear()
+    _nearest.cache_clear()
 
 
 def default_plan(tokens: int, heads: int, latent: int, arch: str = "") -> Plan:
@@ -92,9 +116,12 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
 
 @functools.lru_cache(maxsize=64)
 def _nearest(heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> list[Row]:
-    """The rows of this GPU, else of its architecture, with the nearest widths and, among those, the
-    nearest heads by ratio; empty if none was measured. Kept, because a warm-up asks for each number
-    of tokens."""
+    """The rows of `prefer` for these widths and heads; else those of this GPU, else of its
+    architecture, with the nearest widths and, among those, the nearest heads by ratio; empty if
+    none was measured. Kept, because a warm-up asks for each number of tokens."""
+    of = fp8_query, widths, heads
+    if mine := [row for row in own.get(here.name, []) if (row.fp8, row.widths, row.heads) == of]:
+        return mine
 
     def distance(row: Row) -> tuple[bool, float, float]:
         # Of widths plus 1, because R may be 0.

@@ -156,16 +156,17 @@ def matrix(
 
 @triton.jit
 def _row(
-    x, add0, add1, w, y, total, epsilon, K: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, add0, add1, w, y, total, epsilon, factor, K: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The norm of one row of K elements, to which ADDS others are added, and `total` is the sum."""
+    """The norm of one row of K elements times a factor, to which ADDS others are added, and `total`
+    is the sum."""
     k = tl.arange(0, BLOCK)
     weight = tl.load(w + k, mask=k < K, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32) * factor
     if ADDS > 0:
         value += tl.load(add0 + k, mask=k < K, other=0.0).to(tl.float32)
         if ADDS > 1:
@@ -178,15 +179,16 @@ def _row(
 @triton.jit(do_not_specialize=["row0", "row1", "row2", "row3"])
 def rms_norm(
     x0, x1, add0, add1, w0, w1, y0, y1, total, row0, row1, row2, row3, epsilon0, epsilon1,
-    K0: tl.constexpr, K1: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    factor, K0: tl.constexpr, K1: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row `program_id(0)` of norm `program_id(1)`. K1: 0 for one norm. ADDS: of the first."""
+    """Row `program_id(0)` of norm `program_id(1)`. K1: 0 for one norm. ADDS, factor: of the
+    first."""
     t = tl.program_id(0)
     if tl.program_id(1) == 0:
         x, sums = x0 + t * row0 * ALIGN, total + t * K0
         a, b = add0 + t * row2 * ALIGN, add1 + t * row3 * ALIGN
-        _row(x, a, b, w0, y0 + t * K0, sums, epsilon0, K0, BLOCK, ADDS, PDL)
+        _row(x, a, b, w0, y0 + t * K0, sums, epsilon0, factor, K0, BLOCK, ADDS, PDL)
     elif K1 > 0:
         x = x1 + t * row1 * ALIGN
-        _row(x, x1, x1, w1, y1 + t * K1, x1, epsilon1, K1, BLOCK, 0, PDL)
+        _row(x, x1, x1, w1, y1 + t * K1, x1, epsilon1, 1.0, K1, BLOCK, 0, PDL)

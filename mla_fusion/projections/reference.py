@@ -19,10 +19,12 @@ def in_float64(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    added: Sequence[torch.Tensor] = (), wide: bool = False, within: torch.dtype = torch.float32,
+    added: Sequence[torch.Tensor] = (), factor: float = 1.0, wide: bool = False,
+    within: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:  # fmt: skip
     """See `mla_fusion.projections.triton.normalize`; computed in the type `within`."""
     values = [x.to(within) for x in xs]
+    values[0] = values[0] * factor
     for term in added:
         values[0] = values[0] + term.to(within)
     found = [

@@ -10,6 +10,7 @@ import torch
 
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
+from mla_fusion.ops import Norm, Product
 from mla_fusion.projections.measured import plan_for
 from mla_fusion.projections.plans import MAX_TOKENS, Plan, tile_of
 
@@ -25,31 +26,25 @@ def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[tor
     return outputs
 
 
-def launches(
-    device: torch.device, sizes: tuple[int, ...], k: int, dtype: torch.dtype
-) -> list[partial[Any]]:
-    """A launch of meta tensors for each variant that `projections.project` has on `device` for a
-    product of these sizes."""
+def launches(device: torch.device, of: Product, dtype: torch.dtype) -> list[partial[Any]]:
+    """A launch of meta tensors for each variant that `projections.project` has on `device`."""
     found: dict[Any, partial[Any]] = {}
     for tokens in range(1, MAX_TOKENS + 1):
-        if plan := plan_for(device, sizes, k, tokens, dtype):
+        if plan := plan_for(device, of.sizes, of.k, tokens, dtype):
             x, *weights = (
-                torch.empty((n, k), dtype=dtype, device="meta") for n in (tokens, *sizes)
+                torch.empty((n, of.k), dtype=dtype, device="meta") for n in (tokens, *of.sizes)
             )
             found.setdefault((plan, tile_of(tokens)), partial(launch, plan, x, weights))
     return [*found.values()]
 
 
-def norm_launch(
-    widths: Sequence[int], terms: int, dtype: torch.dtype, one: bool, kept: bool
-) -> partial[Any]:
-    """A launch of meta tensors for norms of these widths, the first one of a sum of `terms`, of
-    which `one` is fp32, and which is `kept` in fp32."""
-    xs = [torch.empty((1, width), dtype=dtype, device="meta") for width in widths]
+def norm_launch(of: Norm, dtype: torch.dtype) -> partial[Any]:
+    """A launch of meta tensors for these norms."""
+    xs = [torch.empty((1, width), dtype=dtype, device="meta") for width in of.sizes]
     weights, epsilons = [x[0] for x in xs], [1e-6] * len(xs)
-    added = xs[:1] * (terms - 1)
-    added[-1:] = [x.float() if one else x for x in added[-1:]]
-    return partial(normalize, xs, weights, epsilons, added, kept)
+    added = xs[:1] * (of.terms - 1)
+    added[-1:] = [x.float() if of.one else x for x in added[-1:]]
+    return partial(normalize, xs, weights, epsilons, added, 1.0, of.kept)
 
 
 def launch_arguments(
@@ -82,12 +77,12 @@ def launch_arguments(
 
 def normalize(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], epsilons: Sequence[float],
-    added: Sequence[torch.Tensor] = (), wide: bool = False,
+    added: Sequence[torch.Tensor] = (), factor: float = 1.0, wide: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The RMSNorm of each of one or two x [T, K] with a weight [K], dense, and with one or two
-    tensors [T, K] that are added to the first x, that sum too: all of one type, bf16 or fp16,
-    computed in fp32 and rounded once. The last of `added` may be fp32, and the sum is if `wide`.
-    Rows may be strided, their elements not."""
+    tensors [T, K] that are added to the first x times `factor`, that sum too: all of one type, bf16
+    or fp16, computed in fp32 and rounded once. The last of `added` may be fp32, and the sum is if
+    `wide`. Rows may be strided, their elements not."""
     from mla_fusion.projections import kernel
 
     outputs = [x.new_empty(x.shape) for x in xs]
@@ -100,7 +95,7 @@ def normalize(
     block = next_power_of_two(max(widths))
     kernel.rms_norm[len(first), len(xs)](
         *rows, weights[0], weights[-1], outputs[0], outputs[len(xs) - 1], outputs[-1],
-        *(stride // align for stride in strides), epsilons[0], epsilons[-1], K0=widths[0],
+        *(stride // align for stride in strides), epsilons[0], epsilons[-1], factor, K0=widths[0],
         K1=widths[1] if len(xs) > 1 else 0, BLOCK=block, ADDS=len(added), ALIGN=align,
         num_warps=max(1, min(16, block // 256)), **early_launch(first.device),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 
 from mla_fusion import logger
 from mla_fusion.files import read_bounded
-from mla_fusion.ops import Variant
+from mla_fusion.ops import Norm, Product, Variant
 from mla_fusion.report.graphs import LayerGraph, PassOps
 from mla_fusion.report.reasons import Decline
 
@@ -42,9 +42,9 @@ class RangeReport:
     variants: list[Variant] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)  # fused, by `Epilogue.quantization`
     plain_outputs: dict[Decline, int] = field(default_factory=dict)  # fused, not quantized
-    products: dict[str, int] = field(default_factory=dict)  # launches of pass 7, by their widths
+    products: dict[Product, int] = field(default_factory=dict)  # launches of pass 7
     plain_products: dict[Decline, int] = field(default_factory=dict)  # as they were
-    norms: dict[str, int] = field(default_factory=dict)  # launches of pass 8, by their widths
+    norms: dict[Norm, int] = field(default_factory=dict)  # launches of pass 8
     pass_ms: float = 0.0
     passes: dict[str, PassOps] = field(default_factory=dict)  # by number, in their order
 
@@ -91,7 +91,7 @@ class Report:
     attention: str = "auto"  # who decodes, as the option of that name
     epilogue: str = ""  # what that decode does beyond the attention, or why it does not
     chosen: str = ""  # the layers that may fuse, as the option `layers`; empty for all
-    version: int = 8  # of the stored format
+    version: int = 9  # of the stored format
 
     def quantizations(self) -> set[str]:
         """The quantizations of attention outputs, on any rank."""
@@ -193,10 +193,10 @@ def take(provider: str, bucket: int, model_layers: int = 0, **of_engine: Any) ->
     return Report(provider, bucket, [*ranges.values()], uncompiled=uncompiled, **of_engine)
 
 
-def merge(reports: Sequence[Report]) -> Report:
+def merge(reports: Sequence[Report], stages: int = 1) -> Report:
     """The first of the ranks' reports, with the `variants` and the keys of `outputs` of all. A rank
-    with another outcome is named in `differing`; stages of a pipeline may have unlike numbers of
-    layers."""
+    with another outcome is named in `differing`. The `stages` of a pipeline, each of as many ranks
+    in a row, may have unlike numbers of layers, and other products."""
     first, *others = reports
     ranges = []
     for r in first.ranges:
@@ -204,11 +204,12 @@ def merge(reports: Sequence[Report]) -> Report:
         variants = dict.fromkeys(v for each in (r, *same) for v in each.variants)
         kinds = dict.fromkeys((kind for each in same for kind in each.outputs), 0)
         ranges.append(replace(r, variants=[*variants], outputs={**kinds, **r.outputs}))
-    expected = _outcome(first)
+    expected, ranks = _outcome(first), len(reports) // stages
     differing = [
         f"rank {rank}: {_said(other)}"
-        for rank, other in enumerate(others, 1)
+        for rank, other in enumerate(reports)
         if _outcome(other) != expected
+        or _launches(other) != _launches(reports[rank - rank % ranks])
     ]
     return replace(first, ranges=ranges, ranks=len(reports), differing=differing)
 
@@ -222,12 +223,22 @@ def _outcome(report: Report) -> list[Any]:
     return found
 
 
+def _launches(report: Report) -> list[Any]:
+    """What the decode launches of products and norms, and how many products stay vLLM's."""
+    found = ((r.range, r.products, r.norms, r.plain_products) for r in report.decode_ranges())
+    return [(*rest, {d.code: n for d, n in plain.items()}) for *rest, plain in found]
+
+
 def _said(report: Report) -> str:
     """A rank's report in one line."""
     found = [
-        ", ".join([f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r)])
+        ", ".join([
+            f"{r.fused} of {r.layers} fused in decode range {r.range}", *_codes(r),
+            *(f"{n} launches of {of}" for of, n in (*r.products.items(), *r.norms.items())),
+            *(f"{n} products kept [{d.code}]" for d, n in r.plain_products.items()),
+        ])
         for r in report.decode_ranges()
-    ]
+    ]  # fmt: skip
     return "; ".join(found) or "no MLA layer in a graph"
 
 
@@ -251,6 +262,8 @@ def _plain(value: Any) -> dict[str, Any]:
     for name in {"declined", "plain_outputs", "plain_products"} & fields.keys():
         of = fields[name].items()
         fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
+    for name in {"products", "norms"} & fields.keys():
+        fields[name] = [*fields[name].items()]
     return fields
 
 

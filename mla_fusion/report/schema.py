@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from mla_fusion.files import each_text, printable
+from mla_fusion.ops import Norm, Product
 from mla_fusion.report.reasons import REASONS, Decline
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -28,6 +29,8 @@ _NARROWER: Any = {
     int: _Count,
     tuple[int, int]: Annotated[tuple[_Count, _Count], AfterValidator(_ordered)],
     dict[str, int]: dict[str, _Count],
+    dict[Product, int]: Annotated[list[tuple[Product, _Count]], AfterValidator(dict)],
+    dict[Norm, int]: Annotated[list[tuple[Norm, _Count]], AfterValidator(dict)],
     dict[Decline, int]: Annotated[dict[_Code, _Layers], AfterValidator(_declines)],
 }
 

@@ -215,6 +215,7 @@ def register_ops() -> None:
         ops.ATTENTION: lambda *args: attention()(*args[:6], None, *args[7:]),
         ops.GROUP_ATTENTION: _quantizing_attention_op,
         ops.TENSOR_ATTENTION: _quantizing_attention_op, ops.PROJECTION: projection.project,
+        ops.QKV_A: projection.qkv_a,
         ops.NORM: projection.normalize,
     }  # fmt: skip
     ops.register(vllm_compat.layer_name_type(), bodies)

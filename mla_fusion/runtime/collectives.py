@@ -78,7 +78,9 @@ def collect(engine: Engine, vllm_config: Any) -> tuple[report.Report | None, boo
     if not any(everyones):
         return stored, stored is not None
     with on_every_rank():
-        merged = report.merge([known for each in everyones if (known := each or stored)])
+        known = [each for each in (each or stored for each in everyones) if each]
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        merged = report.merge(known, stages if len(known) == len(everyones) else len(known))
         if first:
             report.store(path, merged)
     return merged, False

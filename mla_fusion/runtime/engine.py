@@ -8,7 +8,7 @@ import torch
 
 from mla_fusion import config
 from mla_fusion.config import vllm_compat
-from mla_fusion.runtime import measured_products
+from mla_fusion.runtime import measured_here
 from mla_fusion.runtime.measured import Measurements
 
 
@@ -64,13 +64,16 @@ class Engine:
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Engine":
-        """The engine of a worker that has loaded its model. What was measured of products on this
-        machine counts from here on, before a graph is compiled."""
+        """The engine of a worker that has loaded its model. What was measured of region and
+        products on this machine counts from here on, before a graph is compiled."""
         options = config.read_options(vllm_config.additional_config)
         bucket, model = config.decode_bucket(vllm_config), vllm_config.model_config
         found = vllm_config.compilation_config.static_forward_context
+        name = vllm_compat.gpu_name()
+        if options.provider == "triton":
+            measured_here.load(measured_here.REGION, name)
         if options.projections == "auto":
-            measured_products.load(vllm_compat.gpu_name())
+            measured_here.load(measured_here.PRODUCTS, name)
         return cls(
             options, bucket, config.query_rows(vllm_config),
             min(vllm_config.scheduler_config.max_num_seqs, bucket), model.dtype,

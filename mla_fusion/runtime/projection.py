@@ -1,4 +1,4 @@
-"""The bodies of the ops `projection`, up to two products of one input, and `rms_norm`.
+"""The bodies of the ops `projection`, up to two products of one input, `rms_norm` and `qkv_a`.
 
 A decode graph also serves more tokens than the kernels of `mla_fusion.projections` were measured
 for. Such a step gets what the graph had before pass 7: `torch.mm`."""
@@ -25,11 +25,28 @@ def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tens
 
 def normalize(
     xs: Sequence[torch.Tensor], added: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
-    epsilons: Sequence[float], wide: bool = False,
+    epsilons: Sequence[float], factor: float = 1.0, wide: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """See `mla_fusion.projections.triton.normalize`; for any number of tokens, on any device."""
     if not xs[0].is_cuda:
-        return reference.normalize(xs, weights, epsilons, added, wide)
+        return reference.normalize(xs, weights, epsilons, added, factor, wide)
     from mla_fusion.projections import triton
 
-    return triton.normalize(xs, weights, epsilons, added, wide)
+    return triton.normalize(xs, weights, epsilons, added, factor, wide)
+
+
+def qkv_a(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K] times the transpose of weight [N, K], both bf16, as vLLM's op of that name computes.
+    The kernel of up to 16 tokens loads the weight before the launch in front has ended."""
+    if not 0 < len(x) <= projections.MAX_TOKENS:
+        return torch.nn.functional.linear(x, weight)
+    out = x.new_empty((len(x), len(weight)))
+    torch.ops._C.dsv3_fused_a_gemm(out, x.contiguous(), weight.t(), True)
+    return out
+
+
+def has_qkv_a() -> bool:
+    """True if this vLLM's kernel of that product has the argument to be launched early."""
+    kernel = getattr(torch.ops._C, "dsv3_fused_a_gemm", None)
+    schema = kernel.default._schema.arguments if kernel else ()
+    return any(argument.name == "enable_pdl" for argument in schema)

@@ -2,7 +2,6 @@
 compiles the rest. `collectives.prepare` waits for it."""
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import torch
 
 from mla_fusion import attention, gpu, logger, report, runtime
 from mla_fusion.config import vllm_compat
-from mla_fusion.kernels import triton
+from mla_fusion.kernels import dispatch, triton
 from mla_fusion.kernels.ahead import compile_apart
+from mla_fusion.ops import Norm, Product
 from mla_fusion.projections import triton as projections
 from mla_fusion.runtime import layer_state
 from mla_fusion.runtime.decode_choice import Choice
@@ -28,7 +28,10 @@ _started: dict[Any, Future[str]] = {}
 
 def compile_ahead(engine: Engine, vllm_config: Any, local_rank: int) -> None:
     """Let the first rank of a host compile what the passes find, for all of them, into a folder of
-    vLLM's compile cache, unless the operator named one: Inductor would name one in /tmp."""
+    vLLM's compile cache, unless the operator named one: Inductor would name one in /tmp.
+
+    Not on AMD GPUs: there Triton compiles for storages below 2 GiB apart, and the size of the cache
+    is not known yet."""
     _started.clear()
     device = next((layer._k_scale.device for layer in engine.layers.values()), torch.device("cpu"))
     if gpu.of(device).vendor == "NVIDIA":
@@ -65,7 +68,7 @@ class _Found:
         )
         works |= dict.fromkeys(graph.variants, self.region)
         works |= dict.fromkeys(graph.products, self.products)
-        works |= {("norm", widths): self.norm for widths in graph.norms}
+        works |= dict.fromkeys(graph.norms, self.norm)
         for each in works.keys() - _started:
             _started[each] = self.pool.submit(self.compile, works[each], each)
 
@@ -83,19 +86,16 @@ class _Found:
 
     def region(self, variant: Any) -> Iterator[partial[Any]]:
         if self.engine.options.provider == "triton":
+            yield from (partial(dispatch.prefer, *each) for each in dispatch.own.items())
             for batch in runtime.batches(self.engine.layers, [variant], self.cache):
                 on_meta = partial(batch.func, **{n: _meta(x) for n, x in batch.keywords.items()})
                 yield partial(triton.warmup, on_meta, self.engine.bucket, print)
 
-    def products(self, widths: str) -> list[partial[Any]]:
-        k, *sizes = map(int, re.findall(r"\d+", widths))
-        return projections.launches(self.device, tuple(sizes), k, self.engine.activation)
+    def products(self, of: Product) -> list[partial[Any]]:
+        return projections.launches(self.device, of, self.engine.activation)
 
-    def norm(self, of: tuple[str, str]) -> list[partial[Any]]:
-        sizes, _, terms = of[1].partition(" of ")
-        widths = [*map(int, sizes.split(" + "))]
-        wide = "one in fp32" in terms, "kept in fp32" in terms
-        return [projections.norm_launch(widths, int(terms[:1] or 1), self.engine.activation, *wide)]
+    def norm(self, of: Norm) -> list[partial[Any]]:
+        return [projections.norm_launch(of, self.engine.activation)]
 
     def cache(self, layer: Any) -> torch.Tensor:
         """Two pages of the layer's cache. vLLM allocates it later, and chooses pages once the model

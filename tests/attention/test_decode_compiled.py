@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention.hopper import (
     cards,
     decode,
-    decode_fp8,
+    few_rows,
     sparse_fp8,
     sparse_specialized,
     warp_specialized,
@@ -98,9 +98,9 @@ def test_decode(case, dtype):
     assert dtype != FN or heads != 16 or fit(result, 2), result
 
 
-@pytest.mark.parametrize("heads", [16, 20])
-def test_tiles_of_two_boxes(heads):
-    launch = decode_fp8.launch_of(inputs(heads, FN))
+@pytest.mark.parametrize(("heads", "dtype"), [(16, FN), (20, FN), (20, BF16)])
+def test_tiles_of_two_boxes(heads, dtype):
+    launch = few_rows.launch_of(inputs(heads, dtype))
     result = compile_report("sm_90", launch.kernel, launch.positional, launch.options)
     assert launch.options["num_warps"] == 8 and result.hot_spills == 0, result
     assert result.shared <= LDS["sm_90"], result

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mla_fusion.attention import reference
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.cdna import decode as cdna
-from mla_fusion.attention.hopper import cards, decode, decode_fp8, product, warp_specialized
+from mla_fusion.attention.hopper import cards, decode, few_rows, product, warp_specialized
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
@@ -23,7 +23,7 @@ from tests.attention.without_memory import inputs, meta
 from tests.gpus import imitated
 
 KERNELS = [
-    ("sm_90", decode, 16, BF16), ("sm_90", decode_fp8, 16, FN), ("sm_90", decode_fp8, 20, FN),
+    ("sm_90", decode, 16, BF16), ("sm_90", few_rows, 16, FN), ("sm_90", few_rows, 20, BF16),
     ("sm_90", warp_specialized, 64, BF16), ("sm_90", warp_specialized, 128, FN),
     ("gfx942", cdna, 16, BF16), ("sm_80", decode_kernel, 64, BF16),
     ("sm_90", product, 16, BF16), ("sm_90", reduce_kernel, 16, BF16),
@@ -79,7 +79,7 @@ def executed(sequences, module, heads, dtype, machine, **options):
     [
         (warp_specialized, 40, Machine, BF16), (warp_specialized, 40, Machine, FN),
         (decode, 8, InStep, BF16), (decode, 20, InStep, BF16), (decode, 8, InStep, FN),
-        (decode_fp8, 8, Copied, FN), (decode_fp8, 20, Copied, FN),
+        (few_rows, 8, Copied, FN), (few_rows, 20, Copied, BF16),
     ],
 )  # fmt: skip
 def test_kernels_for_hopper_give_a_row_the_same_bits(module, heads, machine, dtype):

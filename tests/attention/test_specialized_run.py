@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import reference
-from mla_fusion.attention.hopper import common, decode, decode_fp8, tile, warp_specialized
+from mla_fusion.attention.hopper import common, decode, few_rows, tile, warp_specialized
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.measure.distances import distance
 from tests.attention import gluon_double
@@ -138,9 +138,8 @@ FEW_ROWS = [
 def test_few_rows(dtype, case):
     heads, rows, lens, options, page = case
     check(dtype, heads, rows, lens, options, module=decode, machine=InStep(seed=0), page=page)
-    if dtype == FN:
-        machine = Copied(seed=heads)
-        check(dtype, heads, rows, lens, options, module=decode_fp8, machine=machine, page=page)
+    machine = Copied(seed=heads)
+    check(dtype, heads, rows, lens, options, module=few_rows, machine=machine, page=page)
 
 
 CODES = torch.arange(256, dtype=torch.uint8)

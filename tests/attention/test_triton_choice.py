@@ -62,15 +62,17 @@ def sparse(given):
         ((8, 128, 576), {"max_query_len": 2}, SPECIALIZED),
         ((8, 64, 576), {"dtype": FN}, SPECIALIZED),
         ((8, 16, 576), {"dtype": FN, **DRAFTS}, SPECIALIZED),
-        ((8, 32, 576), {"dtype": FN}, ("hopper.decode_fp8", 32, 8)),
-        ((8, 16, 576), {"dtype": FN}, ("hopper.decode_fp8", 16, 8)),
-        ((8, 16, 576), {"dtype": FN, "page": 16}, ("hopper.decode_fp8", 16, 8)),
+        ((8, 32, 576), {"dtype": FN}, ("hopper.few_rows", 32, 8)),
+        ((8, 16, 576), {"dtype": FN}, ("hopper.few_rows", 16, 8)),
+        ((8, 16, 576), {"dtype": FN, "page": 16}, ("hopper.few_rows", 16, 8)),
         ((8, 16, 576), {"dtype": FN, "page": 8}, ("hopper.decode", 16, 4)),
         ((8, 64, 576), {"dtype": FN, "page": 96}, STEP),
         # Fewer than 33 query rows.
-        ((8, 16, 576), {}, ("hopper.decode", 16, 4)), ((8, 32, 576), {}, ("hopper.decode", 32, 8)),
+        ((8, 16, 576), {}, ("hopper.decode", 16, 4)),
+        ((8, 32, 576), {}, ("hopper.few_rows", 32, 8)),
         ((8, 8, 576), {"max_query_len": 2}, ("hopper.decode", 16, 4)),
-        ((8, 8, 576), DRAFTS, ("hopper.decode", 32, 8)),
+        ((8, 8, 576), DRAFTS, ("hopper.few_rows", 32, 8)),
+        ((8, 32, 576), {"page": 8}, ("hopper.decode", 32, 8)),
         # Other types and widths.
         ((8, 64, 576), {"dtype": FP16}, STEP), ((8, 64, 320), {}, STEP),
         # Tiles span pages, also with the plan of pairs.

@@ -9,11 +9,13 @@ import pytest
 
 from mla_fusion import cli
 from mla_fusion.cli.bench import decode
-from mla_fusion.cli.calibrate import command, measure, products
+from mla_fusion.cli.calibrate import command, measure, products, region
 from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import dispatch
 from mla_fusion.measure import decode_peers as peers
 from mla_fusion.measure import records, timing
+from mla_fusion.measure.region_cases import DEEPSEEK
 from mla_fusion.runtime import measured
 from tests.cli.test_check import CONFIGS
 from tests.gpus import imitate
@@ -35,6 +37,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: GPU)
     monkeypatch.setattr(decode, "compile_ours", lambda cases: None)
     monkeypatch.setattr(products, "calibrate", lambda *_: 0)  # test_calibrate_products.py has it
+    regions = []  # test_calibrate_region.py has it
+    monkeypatch.setattr(region, "calibrate", lambda shapes, *_: regions.extend(shapes) or 0)
     config = tmp_path / "config.json"
 
     bad = []
@@ -54,7 +58,7 @@ def gpu(monkeypatch, tmp_path):
         monkeypatch.setattr(decode, "measure", timed)
         return cli.main(["calibrate", *([] if shapes else [str(config)]), *options])
 
-    calibrate.checked = checked
+    calibrate.checked, calibrate.regions = checked, regions
     return calibrate
 
 
@@ -71,6 +75,13 @@ def test_auto_goes_by_what_it_writes(gpu, capsys):
     assert str(measured.own_file(GPU)) in capsys.readouterr().out
     shapes = json.loads(measured.own_file(GPU).read_bytes())["shapes"]
     assert len(shapes) == 2 and all(shape["values"] == 128 for shape in shapes)
+    assert gpu.regions == [(False, DEEPSEEK, 128), *[(True, DEEPSEEK, 16)] * 2]
+
+
+def test_on_amd_no_decode_is_timed(gpu, monkeypatch, capsys):
+    imitate(monkeypatch, "gfx942", name=GPU)
+    assert gpu() == 0 and "no decode is timed" in capsys.readouterr().out
+    assert gpu.regions and not measured.own_file(GPU).exists()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,7 @@ def test_a_wrong_kernel_has_no_time(gpu, capsys, bad):
 
 def test_without_a_model_all_shipped_shapes_are_measured(gpu):
     assert gpu(shapes=True) == 0
+    assert {*gpu.regions} == {(row.fp8, row.widths, row.heads) for row in dispatch.measured()}
     measured._own.cache_clear()
     gpus = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
     assert measured._own(GPU).keys() == {key for name in gpus for key in measured._shipped(name)}

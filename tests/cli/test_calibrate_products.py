@@ -17,7 +17,8 @@ from mla_fusion.config.identity import tables_folder
 from mla_fusion.measure import records, timing
 from mla_fusion.projections import measured
 from mla_fusion.projections.shapes import shapes_of
-from mla_fusion.runtime import measured_products
+from mla_fusion.runtime import measured_here
+from mla_fusion.runtime.measured_here import PRODUCTS
 from tests.cli.test_check import CONFIGS
 from tests.gpus import imitate
 
@@ -77,14 +78,14 @@ def calibrate(monkeypatch, tmp_path):
         return products.calibrate(arguments, facts, tables_folder())
 
     yield run
-    measured_products.load.cache_clear()
+    measured_here.load.cache_clear()
     measured.chosen.cache_clear()
 
 
 def plan(sizes, k):
     """As a fresh process finds it."""
-    measured_products.load.cache_clear()
-    measured_products.load(GPU)
+    measured_here.load.cache_clear()
+    measured_here.load(PRODUCTS, GPU)
     return projections.plan_for(torch.device("cuda"), sizes, k, 4, torch.bfloat16)
 
 

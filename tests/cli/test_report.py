@@ -8,7 +8,7 @@ import pytest
 
 from mla_fusion import report
 from mla_fusion.config import vllm_compat
-from mla_fusion.ops import Variant
+from mla_fusion.ops import Norm, Product, Variant
 from mla_fusion.report.graphs import PassOps
 from mla_fusion.report.reasons import Decline
 
@@ -40,11 +40,11 @@ OUTPUTS = (
 )  # fmt: skip
 
 PRODUCTS = (
-    report.RangeReport((1, 4), 2, 2, products={"24 -> 40 + 18": 2, "40 -> 32": 1},
-                       norms={"24 of 2 terms": 2},
+    report.RangeReport((1, 4), 2, 2, products={Product(24, (40, 18)): 2, Product(40, (32,)): 1},
+                       norms={Norm((24,), 2): 2},
                        passes={"7": PassOps({"mm": 3}, {"mm": 0, "projection": 2})},
                        plain_products={Decline("product-slower", "8 -> 9"): 4}),
-    report.RangeReport((1, 4), products={"40 -> 32": 1}, norms={"24 of 2 terms": 1},
+    report.RangeReport((1, 4), products={Product(40, (32,)): 1}, norms={Norm((24,), 2): 1},
                        passes={"7": PassOps({"mm": 1}, {"projection": 1}), "5": PassOps({}, {})},
                        plain_products={Decline("product-opaque", "gemm"): 1}),
 )  # fmt: skip
@@ -154,6 +154,23 @@ def test_stages_of_unlike_size_do_not_differ():
             fused = layers - sum(counts.values())
             stages.append(made(report.RangeReport((1, 128), layers, fused, counts)))
         assert not report.merge(stages).differing
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [({"products": {"8 -> 9": 2}}, "2 launches of 8 -> 9"),
+     ({"norms": {"7": 3}}, "3 launches of 7"),
+     ({"plain_products": {Decline("product-form"): 2}}, "2 products kept [product-form]")],
+)  # fmt: skip
+def test_a_rank_with_other_products_differs_but_a_stage_may_have_others(other, said):
+    alike = made(dataclasses.replace(RANGE, products={"8 -> 8": 2}, norms={"8": 3},
+                                     plain_products={Decline("product-form"): 1}))  # fmt: skip
+    odd = made(dataclasses.replace(alike.ranges[0], **other))
+    assert not report.merge([alike, alike, odd, odd], 2).differing
+    [line] = report.merge([alike, alike, odd, alike], 2).differing
+    assert line.startswith("rank 3: 61 of 61 fused")
+    told = report.merge([alike, alike, odd]).differing
+    assert [line[:6] for line in told] == ["rank 2"] and said in told[0]
 
 
 def test_variants_are_those_of_all_ranks():

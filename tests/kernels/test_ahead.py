@@ -13,6 +13,7 @@ from triton.runtime import KernelInterface, driver
 
 from mla_fusion import projections
 from mla_fusion.kernels import ahead
+from mla_fusion.ops import Product
 from mla_fusion.projections import triton as provider
 from tests.attention.decodes import BF16
 from tests.gpus import imitate
@@ -29,7 +30,7 @@ def h200(tmp_path, monkeypatch):
 
 
 def test_the_parent_finds_what_a_process_compiled(tmp_path, monkeypatch):
-    [one, *_] = provider.launches(GPU, (576,), 2048, BF16)
+    [one, *_] = provider.launches(GPU, Product(2048, (576,)), BF16)
     assert ahead.compile_apart([one], GPU) == ""
     found = {*tmp_path.glob("*/*")}
     assert "vector.cubin" in {path.name for path in found}

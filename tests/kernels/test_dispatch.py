@@ -1,10 +1,7 @@
 """The choice of a launch plan."""
 
-import dataclasses
-
 import pytest
 import torch
-import tune_dispatch
 
 from mla_fusion.gpu import Gpu
 from mla_fusion.kernels import ProviderUnavailable, dispatch, get_provider
@@ -83,25 +80,6 @@ def test_measured_tables_are_complete():
     assert all((*row[:-1], 1) in rows for row in rows)
     for name in {row[0] for row in rows}:
         assert {fp8 for gpu, _, fp8, *_ in rows if gpu == name} == {True, False}
-
-
-def test_the_file_is_read_as_the_tuner_writes_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(dispatch, "FOLDER", tmp_path)
-    plan = Plan(block_m=64, rest_last=True, num_warps=8)
-    for widths, height in ((DEEPSEEK, 16), (MISTRAL_SMALL, 16), (DEEPSEEK, 64)):
-        written = [
-            tune_dispatch.row(query, widths, 16, tokens, dataclasses.replace(plan, block_m=height))
-            for query in ("fp8", "bf16")
-            for tokens in (1, 32)
-        ]
-        tune_dispatch.write_table(tmp_path, "a gpu", "sm_00", written)
-    rows = [
-        Row("a gpu", "sm_00", fp8, widths, 16, tokens, dataclasses.replace(plan, block_m=height))
-        for widths, height in ((MISTRAL_SMALL, 16), (DEEPSEEK, 64))
-        for fp8 in (True, False)
-        for tokens in (1, 32)
-    ]
-    assert dispatch.measured.__wrapped__() == rows
 
 
 def test_an_unknown_provider_is_refused():

@@ -2,21 +2,26 @@
 launches begin early, and norms of the latents in front of the fused op."""
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm.model_executor.models.deepseek_v2  # noqa: F401  registers the op of qkv_a
 from torch import fx
 from torch.nn.functional import linear
-from vllm import ir
+from vllm import _custom_ops, ir
 from vllm.config.utils import Range
 
 from mla_fusion import ops, projections, report, runtime
+from mla_fusion.ops import Norm
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.fix_functionalization import MLAFixFunctionalizationPass, apart
 from mla_fusion.passes.norms import MLANormPass
 from mla_fusion.passes.projections import MLAProjectionPass
 from mla_fusion.passes.rewrite import drop_dead
+from mla_fusion.patterns.products import QKV_A
 from mla_fusion.projections import reference
+from mla_fusion.report.reasons import Decline
 from tests.gpus import imitate
 from tests.passes import declare, edits, recorded
 from tests.passes.fake_engine import BATCHES, Engine, assert_same, fuse
@@ -44,16 +49,17 @@ declare.op(
 )  # fmt: skip
 
 
-def vllms(x, weight, *added, wide=False):
+def vllms(x, weight, *added, factor=None, wide=False):
     if not added:
         return ir.ops.rms_norm(x, weight, EPSILON)
+    x = x if factor is None else x * factor
     for term in added[:-1]:
-        x = x + term
+        x = term + x
     return ir.ops.fused_add_rms_norm(x, added[-1], weight, EPSILON)
 
 
-def rounded_once(x, weight, *added, wide=False):
-    made = reference.normalize([x], [weight], [EPSILON], added, wide)
+def rounded_once(x, weight, *added, factor=1.0, wide=False):
+    made = reference.normalize([x], [weight], [EPSILON], added, factor, wide)
     return tuple(made) if added else made[0]
 
 
@@ -67,15 +73,20 @@ def in_front(norm):
     return model
 
 
-def of_experts(norm):
+def of_experts(norm, **factor):
     """The same of what shared and routed experts make."""
 
     def model(t):
         shared, routed = torch.ops.mla_fusion_tests.experts(t["x"])
-        x, total = norm(shared, t["gain_x"], routed, t["residual"])
+        x, total = norm(routed, t["gain_x"], shared, t["residual"], **factor)
         return linear(x, t["w_q"]), total
 
     return model
+
+
+def of_scaled_experts(norm):
+    """The same where the model scales what the routed ones make."""
+    return of_experts(norm, factor=2.5)
 
 
 def chained(norm):
@@ -100,9 +111,19 @@ def behind(norm):
     return model
 
 
+def before_qkv_a(norm):
+    """Of a value and a residual, in front of vLLM's op of qkv_a."""
+
+    def model(t):
+        x, total = norm(t["x"], t["gain_x"], t["residual"])
+        return torch.ops.vllm.min_latency_fused_qkv_a_proj(x, t["w_q"]), total
+
+    return model
+
+
 MODELS = {
     made: [made(norm) for norm in (vllms, rounded_once)]
-    for made in (in_front, of_experts, chained, behind)
+    for made in (in_front, of_experts, of_scaled_experts, chained, behind, before_qkv_a)
 }
 
 
@@ -124,10 +145,11 @@ def faster(monkeypatch):
 @pytest.mark.parametrize(
     "made, widths",
     [
-        (in_front, [f"{K} of 2 terms"]),
-        (of_experts, [f"{K} of 3 terms"]),
-        (chained, [f"{K} of 2 terms, kept in fp32", f"{K} of 2 terms, one in fp32"]),
-        (behind, [f"{KV} + {Q - KV}"]),
+        (in_front, [Norm((K,), 2)]),
+        (of_experts, [Norm((K,), 3)]),
+        (of_scaled_experts, [Norm((K,), 3)]),
+        (chained, [Norm((K,), 2, kept=True), Norm((K,), 2, one=True)]),
+        (behind, [Norm((KV, Q - KV))]),
     ],
 )
 def test_norms_become_one_launch_that_rounds_once(made, widths, faster):
@@ -162,6 +184,34 @@ def test_only_beside_a_launch_of_ours(made, launches, taken, faster):
     assert len(find_all(module, NORM)) == taken
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_vllms_qkv_a_is_launched_early_behind_a_norm_of_ours(early, faster, monkeypatch):
+    """A norm in front of it becomes ours in any case."""
+    kernel, ran = SimpleNamespace(_schema=SimpleNamespace(arguments=())), []
+    if early:
+        kernel._schema.arguments = (SimpleNamespace(name="enable_pdl"),)
+
+    def launch(out, x, weight, enable_pdl):
+        ran.append((len(x), enable_pdl))
+        torch.mm(x, weight, out=out)
+
+    launch.default = kernel
+    monkeypatch.setattr(torch.ops._C, "dsv3_fused_a_gemm", launch, raising=False)
+    monkeypatch.setattr(
+        _custom_ops, "dsv3_fused_a_gemm", lambda out, x, weight: torch.mm(x, weight, out=out)
+    )
+    faster()
+    ours, wanted = map(build, MODELS[before_qkv_a])
+    record = rewrite(ours)
+    assert [*record.norms] == [Norm((K,), 2)]
+    assert [*record.plain_products] == [Decline("product-slower", QKV_A)]
+    assert len(find_all(ours, f"{ops.NAMESPACE}::{ops.QKV_A}")) == early
+    for tokens in (1, 16, 17):
+        given = values(tokens=tokens, residual=torch.randn(tokens, K).to(BF16))
+        assert all(map(torch.equal, run(ours, given), run(wanted, given)))
+    assert ran == [(1, True), (16, True)] * early
+
+
 def test_not_where_no_launch_begins_early(faster, monkeypatch):
     faster()
     imitate(monkeypatch, "sm_89")
@@ -176,10 +226,18 @@ def of_sum(x, t, value, alpha=1):
     return ir.ops.fused_add_rms_norm(total, t["residual"], t["gain_x"], EPSILON)[0], total
 
 
+def of_scaled(x, t):
+    """The same, and a factor in front of it that something else reads."""
+    scaled = torch.ops.mla_fusion_tests.experts(x)[1] * 2.5
+    return of_sum(x, t, scaled)[0], scaled
+
+
 NEAR_MISSES = {
     "computed": lambda x, t: ir.ops.rms_norm(x.sin(), t["gain_x"], EPSILON),
     "a computed term": lambda x, t: of_sum(x, t, x.sin())[0],
     "a number": lambda x, t: of_sum(x, t, 2.0)[0],
+    "a factor of each row": lambda x, t: of_sum(x, t, x * x[:, :1])[0],
+    "a scaled term with another reader": of_scaled,
     "a broadcast term": lambda x, t: of_sum(x, t, t["gain_x"])[0],
     "a scaled term": lambda x, t: of_sum(x, t, x, 3)[0],
     "a sum with another reader": lambda x, t: of_sum(x, t, x),

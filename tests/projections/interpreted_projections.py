@@ -50,10 +50,11 @@ NORM_BUGS = {
     "rounded twice": lambda xs, w, e, *more: [
         a * b for a, b in zip(normalize(xs, [torch.ones_like(a) for a in w], e, *more), [*w, 1],
                               strict=False)],
-    "a term rounded": lambda xs, w, e, r, wide: normalize(
-        xs, w, e, [t.to(xs[0].dtype) for t in r], wide
+    "a term rounded": lambda xs, w, e, r, *more: normalize(
+        xs, w, e, [t.to(xs[0].dtype) for t in r], *more
     ),
-    "a term left out": lambda xs, w, e, r, wide: normalize(xs, w, e, [t * 0 for t in r], wide),
+    "a term left out": lambda xs, w, e, r, *more: normalize(xs, w, e, [t * 0 for t in r], *more),
+    "no factor": lambda xs, w, e, r, factor, wide: normalize(xs, w, e, r, 1.0, wide),
     "epsilons": lambda xs, w, e, *more: normalize(xs, w, e[::-1], *more),
     "rows": lambda *given: [y.roll(1, 0) for y in normalize(*given)],
     "a rounded sum": lambda *given: [y.to(given[0][0].dtype).to(y.dtype)

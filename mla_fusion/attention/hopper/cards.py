@@ -10,7 +10,7 @@ from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.report.reasons import Decline
 
 TILE = 64  # tokens that are multiplied at once
-SMALLEST_BOX = 16  # tokens of a copy for `decode_fp8.py`
+SMALLEST_BOX = 16  # tokens of a copy for `few_rows.py`
 # Latent and rotated part. Tiles in shared memory are powers of two wide, two of them have to fit
 # beside 64 query rows, and each pair was compiled and checked.
 WIDTHS = ((512, 64), (256, 64), (256, 32))
@@ -18,6 +18,7 @@ WARP_SPECIALIZED_WIDTHS, WIDE = (512, 64), 576  # and their sum
 WARP_SPECIALIZED_TYPES = ({torch.bfloat16}, {torch.float8_e4m3fn})
 WARP_SPECIALIZED_ROWS = 64  # of a CTA
 FEW_ROWS = 32  # query rows that a CTA of another kernel decodes faster
+OF_FEW = {1: range(1, FEW_ROWS + 1), 2: range(17, FEW_ROWS + 1)}  # of `few_rows.py`, by bytes
 SPARSE_FP8_ROWS = 16  # of a CTA, two of which share an SM
 PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Less than in `BLOCKS` for 17 to 32 rows in fp8, and for fp8_ds_mla, whose blocks take longer.
@@ -44,10 +45,10 @@ def decode(given: Inputs) -> Decline | None:
     return None
 
 
-def decode_fp8(given: Inputs) -> Decline | None:
-    """Why `decode_fp8.py` does not: the tensor copy engine copies boxes of one page."""
-    if given.sparse is not None or given.rows > FEW_ROWS or given.kv_cache.dtype.itemsize != 1:
-        return refused(f"it takes fp8 and blocks of up to {FEW_ROWS} query rows, no lists of slots")
+def few_rows(given: Inputs) -> Decline | None:
+    """Why `few_rows.py` does not: the tensor copy engine copies boxes of one page."""
+    if given.sparse is not None or given.rows not in OF_FEW[given.kv_cache.itemsize]:
+        return refused(f"it takes {OF_FEW} query rows (by bytes of a value), no lists of slots")
     page_size, (block_stride, entry, _) = given.kv_cache.shape[1], given.kv_cache.stride()
     if page_size % SMALLEST_BOX or block_stride % entry:
         return refused(f"it copies {SMALLEST_BOX} tokens of a page or more, got {page_size}")
@@ -207,12 +208,12 @@ CARDS = (
         page=TILE, newest_triton=NEWEST_TRITON,
     ),
     Card(
-        "hopper.decode_fp8", gpu.HOPPER, decode_fp8,
-        lambda of: not of.scopes and of.rows <= FEW_ROWS and of.kv_dtype.itemsize == 1, _of_decode,
+        "hopper.few_rows", gpu.HOPPER, few_rows,
+        lambda of: not of.scopes and of.rows in OF_FEW[of.kv_dtype.itemsize], _of_decode,
         (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(20, 1, 64, batch=40),
          Shape(16, 2, 128, gap=64)),
         (Shape(32, 1, 64, 256, 64), Shape(8, 3, 96), Shape(16, 1, 32, 256, 32)),
-        ("fp8",), page=SMALLEST_BOX, newest_triton=NEWEST_TRITON,
+        page=SMALLEST_BOX, newest_triton=NEWEST_TRITON,
     ),
     Card(
         "hopper.decode", gpu.HOPPER, decode, lambda of: not of.scopes, _of_decode,

@@ -100,8 +100,7 @@ def cache_boxes(
     """`kv_cache` [blocks, page_size, L + R] as the tensor copy engine sees it, one list of rows:
     descriptors of boxes of `tokens`, one for each of `columns`, and the rows from one block to the
     next. 0 if the engine cannot copy such boxes: they span pages, or blocks are not a whole number
-    of rows apart. The descriptors are then the cache, and unused.
-    """
+    of rows apart. The descriptors are then the cache, and unused."""
     blocks, page_size, _ = kv_cache.shape
     block_stride, entry, _ = kv_cache.stride()
     if page_size % tokens or block_stride % entry:
@@ -132,8 +131,7 @@ def tile_layout(columns: int, size: int, rank: int) -> gl.NVMMASharedLayout:
 @gluon.constexpr_function
 def load_layout(width, dtype, warps, rows=1):
     """The layout of a load of rows of `width` elements: 16 bytes of a row for each thread. With
-    several `rows` a thread has neighbouring ones.
-    """
+    several `rows` a thread has neighbouring ones."""
     vector = 128 // dtype.primitive_bitwidth
     threads = min(32, width // vector)
     rows = max(1, rows // warps // (32 // threads))

@@ -27,15 +27,26 @@ from mla_fusion.attention.plan.launches import Launch
 
 
 @gluon.jit
-def load_query(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
-    """Rows of the query [rows, width] into shared memory; zeros for rows of padding."""
+def query_rows(target, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
+    """Rows of the query [rows, width] for `target`; zeros for rows of padding."""
     layout: gl.constexpr = common.load_layout(target.shape[1], target.dtype, gl.num_warps())
     rows = work.first_row + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
     head = item.first_head + rows % HEADS
     pointers = q_ptr + (rows // HEADS).to(gl.int64) * stride_t + head * stride_h
     wanted = (rows // HEADS < item.count) & (head < heads)
-    target.store(gl.load(pointers[:, None] + cols[None, :], mask=wanted[:, None], other=0.0))
+    return gl.load(pointers[:, None] + cols[None, :], mask=wanted[:, None], other=0.0)
+
+
+@gluon.jit
+def load_query(keys, ropes, q_ptr, work, item, heads, stride_t, stride_h, HEADS: gl.constexpr):
+    """The query [rows, L + R] into shared memory, in one trip to memory."""
+    query = q_ptr + item.token * stride_t
+    latents = query_rows(keys, query, work, item, heads, stride_t, stride_h, HEADS)
+    rotated = query_rows(ropes, query + keys.shape[1], work, item, heads, stride_t, stride_h, HEADS)
+    keys.store(latents)
+    ropes.store(rotated)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -56,12 +67,13 @@ def store_output(start, sums, odds, inverse, wanted, L: gl.constexpr, PAIRS: gl.
 
 
 @gluon.jit
-def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr):
-    """The factors of the scores, in base 2, and of the output."""
+def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr, WIDENED: gl.constexpr = 1.0):
+    """The factors of the scores, in base 2, and of the output. WIDENED: what values lack of it."""
     factor, value_scale = scale * LOG2E, 1.0
     if FP8:
         value_scale = gl.load(kv_scale_ptr)
         factor *= gl.load(q_scale_ptr) * value_scale
+        value_scale *= WIDENED
     return factor, value_scale
 
 
@@ -78,8 +90,7 @@ def attend(
     the next item is on its way at the end.
 
     Returns the sums [latents, rows], with PAIRS those of even and of odd latents, m [rows],
-    l [tokens, rows], the phases of the barriers, and the buffer of the next tile.
-    """
+    l [tokens, rows], the phases of the barriers, and the buffer of the next tile."""
     ROWS: gl.constexpr = shared_p.shape[1]
     L: gl.constexpr = q_keys.shape[1]
     score: gl.constexpr = row.type.layout.parent
@@ -180,8 +191,7 @@ def mla_decode_hopper(
 
     BULK: the copy engine takes whole tiles. The launch precedes the end of the kernel in front, for
     which this one waits before it reads anything but the plan, and at once if `fresh` is not 0:
-    that kernel may be writing the plan.
-    """
+    that kernel may be writing the plan."""
     if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = kv_ptr.dtype.element_ty
@@ -229,9 +239,7 @@ def mla_decode_hopper(
         copies = tile.Copies(first, extra, latents, rotated, block_rows)
         # All that follows, scales too, may be written by the kernel in front.
         gdc.gdc_wait()
-        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8)
-        if FP8:
-            value_scale *= 256.0  # `widen` leaves it out
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8, 256.0)
         first_end = item.end
         if FORM.SPARSE:
             first_end = gl.minimum(item.end, gl.load(first_lens_ptr + item.sequence))
@@ -250,11 +258,9 @@ def mla_decode_hopper(
                 tile.start_copy(
                     buffers, current, copies, first_tile, item.end, first_end, FORM, BULK
                 )
-            query = q_ptr + item.token * q_stride_t
-            load_query(q_keys, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
-            query += FORM.L
-            load_query(q_ropes, query, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS)
-            fence_async_shared()
+            load_query(
+                q_keys, q_ropes, q_ptr, work, item, heads, q_stride_t, q_stride_h, FORM.HEADS
+            )
         acc, odd, m, l, phases, current = attend(
             buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop,
             phases, current, copied, FORM, BULK, FP8,

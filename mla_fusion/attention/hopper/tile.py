@@ -78,8 +78,7 @@ def copy_tile(
 @gluon.jit
 def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BULK: gl.constexpr):
     """Start the copy of tile `tile` of a sequence into buffer `at`. BULK: the copy engine copies,
-    the tokens after an end too, which may be NaN; none where no token is left.
-    """
+    the tokens after an end too, which may be NaN; none where no token is left."""
     buffer = Buffers(buffers.keys.index(at), buffers.ropes.index(at), buffers.arrived.index(at))
     if form.SPARSE:
         SKIP: gl.constexpr = form.FIRST // TILE
@@ -106,8 +105,7 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
 @gluon.jit
 def widen(pairs, BYTE: gl.constexpr):
     """The LOW or HIGH bytes of int16 `pairs` as fp16, exact but for a factor of 2^-8: the sign, and
-    exponent and mantissa, move to where fp16 has them. A NaN becomes 480.
-    """
+    exponent and mantissa, move to where fp16 has them. A NaN becomes 480."""
     return gl.inline_asm_elementwise(BYTE, "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2)
 
 

@@ -12,14 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
-from mla_fusion.attention.hopper.common import (
-    TILE,
-    is_edge,
-    items_of,
-    read_item,
-    tiles_of,
-    tma_load,
-)
+from mla_fusion.attention.hopper.common import TILE, items_of, read_item, tiles_of, tma_load
 from mla_fusion.attention.plan.device_code import LN2
 
 ROWS = gl.constexpr(64)  # query rows of a CTA: the M of WGMMA
@@ -59,8 +52,7 @@ def query_boxes(q: torch.Tensor, latent: int, per_work: int) -> dict[str, Tensor
     """`Boxes` of the query [tokens, heads, L + R] for items of `per_work` heads, as arguments by
     name. A box has 64 heads of one token, or all heads of an item for several tokens. Without R
     nothing reads the last box. Heads of padding are zeros. Rows behind those of an item are zeros
-    or another token's. The results of both are not stored.
-    """
+    or another token's. The results of both are not stored."""
     heads = per_work if ROWS.value % per_work == 0 else ROWS.value
     columns = latent // 2, latent // 4, q.shape[2] - latent
     block = [ROWS.value // heads, heads]
@@ -95,7 +87,7 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
             gdc.gdc_wait()
         if count > 0:  # noqa: SIM102 (known when compiled; the other one is not)
             # fp8 copies it for each item: its scores free it so.
-            if is_edge(number == begin, item.begin, form.CHUNKS and SIZE == 2):
+            if common.is_edge(number == begin, item.begin, form.CHUNKS and SIZE == 2):
                 copy_query(query, items, work, item, R, form.HEADS)
                 items += 1
         for t in range(first, first + count):
@@ -168,8 +160,7 @@ def see(s, token, item, limit, factor, m, SLACK: gl.constexpr = 0):
 
     factor: of the scores, in base 2. It is positive, so the maximum needs no product of each.
     SLACK: how far, in base 2, a maximum may be above its row's m before m is raised. P reaches
-    2^SLACK, most decays are 1, sums and LSE stay. bf16 was slower with any.
-    """
+    2^SLACK, most decays are 1, sums and LSE stay. bf16 was slower with any."""
     # Of the tiles of an item only the first and the last ones have tokens that a row does not see.
     shortest = gl.minimum(item.end, item.end + item.after - (item.count - 1))
     if (token < item.begin) | (token + TILE > shortest):
@@ -213,8 +204,7 @@ def last_visible(work, item, HEADS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def result_of(m, l, sink=float("-inf")):
     """The natural-log LSE of each row, and what its sums are multiplied by. sink: one more score of
-    each row, in base 2, of which the LSE knows nothing.
-    """
+    each row, in base 2, of which the LSE knows nothing."""
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(l)) * LN2)
     return lse, gl.where(l > 0.0, 1.0 / (l + gl.exp2(sink - m)), 0.0)
@@ -225,8 +215,7 @@ def store_layout(columns):
     """The layout of a store: a thread has four neighbours of a row, and four threads have 16. In
     the layout of products a thread has pairs, and four threads fill half of a memory sector. Two
     threads of a warp exchange pairs by shuffles. More than four neighbours would go through shared
-    memory, which is full.
-    """
+    memory, which is full."""
     wide = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
     lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
@@ -285,8 +274,7 @@ def pairs_in(even, odd, TYPE: gl.constexpr, layout: gl.constexpr):
 def store_pairs(even, odd, work, item, target, FIRST: gl.constexpr, form: gl.constexpr):
     """Store normalized sums [columns / 2, rows] of even and odd columns from FIRST on. Eight rows
     are heads of one token. All threads have the same eight groups of them in registers, so a
-    group's address is one number for all, and a thread's place in it another.
-    """
+    group's address is one number for all, and a thread's place in it another."""
     PAIRS: gl.constexpr = even.shape[0]
     layout: gl.constexpr = pairs_layout(PAIRS)
     col = gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]

@@ -18,8 +18,9 @@ from mla_fusion.kernels.inputs import check, check_whole
 MOST_TOKENS = 2**31 - 1  # of kv_indptr
 OVERHEAD = 16  # default fixed cost of a work item, in blocks: AITER's
 # The planner's kernel sums in 32 bits: the fixed costs of a step, in blocks, and the tokens of a
-# block leave room for the keys. It tries up to `overhead` budgets, one after another.
+# block leave room for the keys.
 MOST_FIXED, MOST_OVERHEAD, MOST_GRANULARITY = 2**28, 2**10, 2**16
+PLANNER_LANES = 8  # budgets that it may try at once
 
 # Of a batch-invariant plan: chunks of the first kind, and the length of its first two kinds in
 # such chunks. On an H200 short contexts want short chunks, and long ones would fill memory.
@@ -85,10 +86,11 @@ class Rules:
         return works if self.chunk else min(works, 2 * (self.ctas - 1))
 
     def partial_map_size(self, max_batch: int) -> int:
-        """Length of reduce_partial_map, which AITER makes larger than needed with a cap."""
+        """Length of reduce_partial_map, which AITER makes larger than needed with a cap. The
+        reduction reads the second in any case."""
         tiles, cap = max_batch * self.fold, self.max_split_per_batch
         with_cap = tiles + min(self.ctas, cap * tiles) if cap > 0 else 0
-        return max(self.max_partials(max_batch), with_cap)
+        return max(self.max_partials(max_batch), with_cap, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,7 +271,7 @@ class PlanBuffers:
     qo_indptr, kv_indptr: [max_batch + 1] int32, copies of the step's; constant after its batch.
     partial_output, partial_lse: fp32 [P * max_query_len, per_work (, v_head_dim)]: a row of a split
         and its natural-log LSE, normalized within the split; -inf if the row sees no key of it.
-    planner_scratch: [max_batch + W] int64, workspace of the portable planner on a device.
+    planner_scratch: int64, workspace of the portable planner on a device.
 
     AITER's plan, with `aiter`, has the last three empty: its decode has workspaces of its own.
     fresh: no decode was launched since the last refresh: the next may follow the planner's kernel.
@@ -321,11 +323,13 @@ def common_buffers(settings: Settings, layout: HeadLayout, *, portable: bool) ->
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=settings.device)
     rules, batch = settings.rules(layout.fold), settings.max_batch
     rows = rules.max_partials(batch) * settings.max_query_len if portable else 0
+    tiles = batch * layout.fold + 1
+    scratch = batch + rules.ctas + 1 + (2 + 2 * PLANNER_LANES) * tiles
     return {
         "settings": settings, "layout": layout, "rules": rules,
         "qo_indptr": zeros(batch + 1, dtype=torch.int32),
         "kv_indptr": zeros(batch + 1, dtype=torch.int32),
         "partial_output": zeros(rows, layout.per_work, settings.v_head_dim),
         "partial_lse": zeros(rows, layout.per_work),
-        "planner_scratch": zeros(batch + rules.ctas if portable else 0, dtype=torch.int64),
+        "planner_scratch": zeros(scratch if portable else 0, dtype=torch.int64),
     }  # fmt: skip

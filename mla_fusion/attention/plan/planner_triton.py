@@ -1,26 +1,34 @@
 """The planner of `planner.py` on the device: one CTA, no host sync, the same plan.
 
 Cost, once a model step: two integers read for each sequence, 32 bytes written for each work item,
-and a serial loop of about 23 instructions per CTA, and 12 plus one L1 load per sequence; more when
-heads are folded. From the fourth on, CTAs that start in one tile take none.
+and a serial loop of about 15 instructions and four L1 loads for each tile.
 
-Why the serial part is small: lay the costs of all tiles end to end. A CTA that starts at
-position p ends at p + budget - overhead, cutting a tile, unless a tile ends between there and
-p + budget, or nothing is cut: then it ends with the last such tile. So the loop only finds ends,
-walking over the sequences once for each budget tried; the rest is parallel, a lane for each CTA.
+Why so little is serial: lay the costs of all tiles end to end. A CTA that starts at position p
+reaches p + budget, and the next one starts `step` = budget - overhead behind p, in a tile that is
+cut; or at the begin of a tile, if p + budget lies in a window around it. So from the begin of a
+tile CTAs start at equal distances, until one reaches a window: the loop only finds these begins, by
+remainders of positions and the step, with a budget in each lane. All else is parallel.
 """
+
+from collections import namedtuple
 
 import torch
 import triton
 import triton.language as tl
 
-from mla_fusion.attention.plan import chunks_triton
+from mla_fusion.attention.plan import buffers, chunks_triton
 from mla_fusion.attention.plan.buffers import PLANNED, PlanBuffers
 from mla_fusion.attention.plan.planner import EVEN_SHARE, MERGED_AT_ONCE, SMALL_SHARE, STEPS
 from mla_fusion.attention.plan.planner import allocate as allocate
 
 PROVIDERS = ("triton", "reference")
+
+# In the scratch, of each tile: where it begins; its window; for each budget remainders and sums.
+Cuts = namedtuple("Cuts", "begins windows remainders sums")
 MERGED, SMALL, EVEN, TRIED = map(tl.constexpr, (MERGED_AT_ONCE, SMALL_SHARE, EVEN_SHARE, STEPS))
+LANES = tl.constexpr(buffers.PLANNER_LANES)  # budgets that are tried: the first one, and STEPS more
+AT_ONCE = tl.constexpr(64)  # tiles whose cuts are prepared at once
+FAR = tl.constexpr(2**31 - 1)  # a step beyond all tiles
 
 
 def fill(
@@ -60,8 +68,10 @@ def store_costs(
     is_live = query_end > query
     blocks = (length + rules.granularity - 1) // rules.granularity
     cost = tl.where(is_live, blocks + rules.overhead, 0)
-    uncut = tl.maximum(length - max_query_len, 0) // rules.granularity + 1
-    tl.store(sequences + b, pack(tl.cumsum(cost) * rules.fold, uncut), mask=b < MAX_BATCH)
+    # Blocks at the end of a tile that are too few tokens for another split.
+    late = blocks - tl.maximum(length - max_query_len, 0) // rules.granularity - 1
+    late = tl.where(is_live, tl.maximum(late, 0), 0)
+    tl.store(sequences + b, pack(tl.cumsum(cost) * rules.fold, late), mask=b < MAX_BATCH)
     return tl.max(tl.where(is_live, b + 1, 0)) * rules.fold
 
 
@@ -77,9 +87,13 @@ def mla_plan(
 ):  # fmt: skip
     """One CTA; `busy` of all CTAs may get work from `batch` of MAX_BATCH sequences."""
     OVERHEAD: tl.constexpr = RULES.overhead
-    # Pairs in the scratch. Of each sequence: where its last tile ends; how many blocks of a tile
-    # leave too little for another split. Of each CTA: its first tile; the blocks of it done.
+    # In the scratch: of each sequence the pair of where its last tile ends, and its late blocks; of
+    # each CTA the pair of its first tile and the blocks of it done. The rest is of `Cuts`.
     sequences, starts = scratch, scratch + MAX_BATCH
+    TILES: tl.constexpr = MAX_BATCH * RULES.fold + 1
+    begins = starts + RULES.ctas + 1
+    remainders = begins + 2 * TILES
+    cuts = Cuts(begins, begins + TILES, remainders, remainders + LANES * TILES)
 
     b = tl.arange(0, BLOCK_B)
     live_tiles = store_costs(
@@ -94,22 +108,28 @@ def mla_plan(
     longest = tl.max(tl.load(seq_lens + b, mask=b < batch, other=0))
     longest = (longest + RULES.granularity - 1) // RULES.granularity
     share = tl.maximum((total + busy - 1) // busy, 1 + (longest > MERGED).to(tl.int32))
-    budget, kept = share + OVERHEAD, tl.full([], OVERHEAD, tl.int32)
+    budget = share + OVERHEAD
     is_even = total == live_tiles.to(tl.int64) * (longest + OVERHEAD)
-    if (live_tiles <= busy) & (longest <= share + OVERHEAD // 2):
+    is_whole = (live_tiles <= busy) & (longest <= share + OVERHEAD // 2)
+    if is_whole:
         budget = tl.maximum(budget, longest + OVERHEAD)
-        kept = budget  # a CTA that would cut a tile keeps all of its budget: it need not
     elif share <= tl.where(is_even, EVEN, SMALL * OVERHEAD):
         budget = smallest_budget(sequences, b, share, total, busy, MAX_BATCH, RULES)
-    last = busy
-    while last >= busy:
-        tl.debug_barrier()  # other threads store a start than for the budget before
-        last = find_starts(sequences, starts, budget, kept, total, busy, RULES.fold, BLOCK_W)
-        budget = tl.minimum(budget + (OVERHEAD + TRIED - 1) // TRIED, share + OVERHEAD)
+    lane, w = tl.arange(0, LANES), tl.arange(0, BLOCK_W)
+    tl.store(starts + w, tl.where(w == 0, 0, -1).to(tl.int64), mask=w <= RULES.ctas)
+    budgets = budget + lane * ((OVERHEAD + TRIED - 1) // TRIED)
+    budgets = tl.where(is_whole, budget, tl.minimum(budgets, share + OVERHEAD))
+    steps = tl.where(is_whole, FAR, budgets - OVERHEAD)
+    prepare_cuts(sequences, cuts, live_tiles, budgets, steps, lane, is_whole, RULES)
+    tl.debug_barrier()
+    step, last, lane = smallest_cut(
+        sequences, cuts, live_tiles, total, busy, budgets, steps, lane, RULES
+    )
+    tl.debug_barrier()
+    find_starts(starts, cuts, live_tiles, step, last, lane, w)
     tl.debug_barrier()
 
     # A lane is a CTA; those after the last one with work start and end after all tiles.
-    w = tl.arange(0, BLOCK_W)
     after_all = live_tiles.to(tl.int64)
     tile, done = unpack(tl.load(starts + w, mask=w <= last, other=after_all))
     end_tile, end_done = unpack(tl.load(starts + 1 + w, mask=w < last, other=after_all))
@@ -150,50 +170,101 @@ def smallest_budget(
 
 
 @triton.jit
-def find_starts(
-    sequences, starts, budget, kept, total, busy, FOLD: tl.constexpr, BLOCK_W: tl.constexpr
+def prepare_cuts(sequences, cuts, live_tiles, budgets, steps, lane, is_whole, rules: tl.constexpr):
+    """Write the begin of each tile, its window, and for each budget two remainders by the step: of
+    the window's begin and of the tile's."""
+    for first in range(0, live_tiles, AT_ONCE):
+        tile = first + tl.arange(0, AT_ONCE)
+        mask = tile < live_tiles
+        sequence, before = tile // rules.fold, (tile - 1) // rules.fold
+        begin, _ = unpack(tl.load(sequences + sequence - 1, mask=mask & (sequence > 0), other=0))
+        end, _ = unpack(tl.load(sequences + sequence, mask=mask, other=0))
+        _, late = unpack(tl.load(sequences + before, mask=mask & (tile > 0), other=0))
+        cost = (end - begin) // rules.fold
+        begin += tile % rules.fold * cost
+        # A CTA that reaches the late blocks in front takes them. One that reaches so little of the
+        # tile that nothing is left but the fixed cost, or that may not cut it, takes none of it.
+        early = tl.where(is_whole, cost - 1, tl.minimum(cost - 1, rules.overhead))
+        tl.store(cuts.begins + tile, begin.to(tl.int64), mask=mask)
+        tl.store(cuts.windows + tile, pack(begin - late, late + early), mask=mask)
+        window = tl.maximum((begin - late)[:, None] - budgets[None, :], 0)
+        pair = pack(window % steps[None, :], begin[:, None] % steps[None, :])
+        tl.store(cuts.remainders + tile[:, None] * LANES + lane, pair, mask=mask[:, None])
+
+
+@triton.jit
+def smallest_cut(
+    sequences, cuts, live_tiles, total, busy, budgets, steps, lane, rules: tl.constexpr
 ):  # fmt: skip
-    """Write where each CTA starts; return the last that gets work, `busy` or more if too few are.
-    Scalar but for the stores of CTAs that start in the same tile: nothing in the loop but the walk
-    over the sequences waits for memory."""
-    zero = tl.full([], 0, tl.int32)
-    lane = 1 + tl.arange(0, BLOCK_W)
-    step = budget - kept  # blocks of a CTA that starts and ends in a tile
-    tile, begin, last = zero, zero, zero
-    end, uncut = unpack(tl.load(sequences))
-    following = tl.load(sequences + 1)  # ahead, since the walk would wait for each
-    tl.store(starts, 0)
-    reach = budget
-    while (reach < total) & (last < busy):
-        while end <= reach:
-            tile += FOLD
-            sequences += 1
-            begin = end
-            end, uncut = unpack(following)
-            following = tl.load(sequences + 1)
-        # The tile that holds `reach`: the CTA gets done with some of its blocks.
-        tile_cost = (end - begin) // FOLD
-        block = zero
-        for i in tl.static_range(1, FOLD):  # a division takes longer
-            block += (begin + i * tile_cost <= reach).to(tl.int32)
-        tile_begin = begin + block * tile_cost
-        done = tl.maximum(reach - kept - tile_begin, 0)
-        is_whole = done >= uncut
-        next_tile = tile + block + is_whole.to(tl.int32)
-        start = pack(next_tile, tl.where(is_whole, 0, done))
-        position = tile_begin + tl.where(is_whole, tile_cost, done)
-        # None starts where the last tile was taken whole.
-        last += (position < total).to(tl.int32)
-        tl.store(starts + last, start, mask=(position < total) & (last < busy))
-        # Three or more: one or two are found sooner by the next turns than by this division.
-        if (step > 0) & (done + 3 * step < uncut):
-            more = (uncut - 1 - done) // step  # cuts of this tile behind the first
-            others = pack(next_tile, done + lane * step)
-            tl.store(starts + last + lane, others, mask=(lane <= more) & (last + lane < busy))
-            last += more
-            position += more * step
-        reach = position + budget
-    return last
+    """Find the tiles at whose begin a CTA starts, for all budgets at once. Write for each tile and
+    budget how many such begins there are up to it, and the sum of all steps between them. Return
+    the step, last CTA and lane of the first budget with which `busy` CTAs are enough."""
+    begin, remainder = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
+    begins, cut = begin, begin
+    # Loaded ahead, since the next turn would wait.
+    next_pair = tl.load(cuts.remainders + LANES + lane)
+    next_window, next_tile = tl.load(cuts.windows + 1), tl.load(cuts.begins + 1)
+    for tile in range(1, live_tiles):
+        from_window, from_tile = unpack(next_pair)
+        window, size = unpack(next_window)
+        at = next_tile.to(tl.int32)
+        next_pair = tl.load(cuts.remainders + (tile + 1) * LANES + lane)
+        next_window, next_tile = tl.load(cuts.windows + tile + 1), tl.load(cuts.begins + tile + 1)
+        # Where a CTA starts that reaches the window: at `begin`, or a number of steps behind it.
+        window -= budgets
+        behind = remainder - from_window
+        behind = tl.where(behind < 0, behind + steps, behind)
+        is_cut = window > begin
+        hit = tl.where(is_cut, behind <= size, begin <= window + size)
+        cut += tl.where(hit & is_cut, window + behind - begin, 0)
+        begins += hit.to(tl.int32)
+        begin, remainder = tl.where(hit, at, begin), tl.where(hit, from_tile, remainder)
+        tl.store(cuts.sums + tile * LANES + lane, pack(begins, cut))
+    end = sequences + (live_tiles - 1) // rules.fold
+    _, late = unpack(tl.load(end, mask=live_tiles > 0, other=0))
+    # Steps to the last CTA that starts.
+    rest = total - late - budgets - begin
+    rest = tl.where(rest > 0, (rest - 1) // steps + 1, 0)
+    last = begins + cut // steps + rest
+    enough = tl.min(tl.where(last < busy, lane, LANES - 1))
+    step = tl.sum(tl.where(lane == enough, steps, 0))
+    return step, tl.sum(tl.where(lane == enough, last, 0)), enough
+
+
+@triton.jit
+def find_starts(starts, cuts, live_tiles, step, last, lane, w):
+    """Write where each CTA up to `last` starts; of the others, the -1 in `starts` stays."""
+    for first in range(0, live_tiles, 2 * AT_ONCE):
+        tile = first + tl.arange(0, 2 * AT_ONCE)
+        mask = tile < live_tiles
+        sums = cuts.sums + tile * LANES + lane
+        begins, cut = unpack(tl.load(sums, mask=mask & (tile > 0), other=0))
+        before, _ = unpack(tl.load(sums - LANES, mask=mask & (tile > 1), other=0))
+        number = begins + cut // step
+        hit = mask & ((begins != before) | (tile == 0))
+        tl.store(starts + number, tile.to(tl.int64), mask=hit)
+    tl.debug_barrier()
+    marked = tl.load(starts + w, mask=w <= last, other=-1) >= 0
+    # The last CTA up to each that starts at the begin of a tile.
+    whole = tl.associative_scan(tl.where(marked, w, 0), 0, larger)
+    tile = tl.load(starts + whole).to(tl.int32)
+    position = tl.load(cuts.begins + tile).to(tl.int32) + (w - whole) * step
+    # The tile that holds it: the last that does not begin behind it.
+    low, high = tile, tl.zeros_like(w) + live_tiles
+    while tl.max(high - low) > 1:
+        middle = (low + high) // 2
+        is_behind = tl.load(cuts.begins + middle) > position
+        low, high = tl.where(is_behind, low, middle), tl.where(is_behind, middle, high)
+    tile = tl.where(w == whole, tile, low)
+    done = tl.where(w == whole, 0, position - tl.load(cuts.begins + tile).to(tl.int32))
+    tl.debug_barrier()
+    tl.store(starts + w, pack(tile, done), mask=w <= last)
+
+
+@triton.jit
+def larger(a, b):
+    """For a scan."""
+    return tl.maximum(a, b)
 
 
 @triton.jit

@@ -45,21 +45,23 @@ def mla_reduce(
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.load(reduce_indptr_ptr + tile)
     last = tl.load(reduce_indptr_ptr + tile + 1)
+    # In the same trip to memory: rows, any for a tile without splits; the first token; rows from a
+    # split to the next, since a plan has none or several.
+    count = tl.load(reduce_final_map_ptr + 2 * tile + 1) - tl.load(reduce_final_map_ptr + 2 * tile)
+    token = tl.load(qo_indptr_ptr + tile // FOLD).to(tl.int64) + row // HEADS
+    apart = tl.load(reduce_partial_map_ptr + 1)
     if first == last:
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    count = tl.load(reduce_final_map_ptr + 2 * tile + 1) - tl.load(reduce_final_map_ptr + 2 * tile)
     head = tile % FOLD * HEADS + row % HEADS
     real = (row // HEADS < count) & (head < heads)
-    token = tl.load(qo_indptr_ptr + tile // FOLD).to(tl.int64) + row // HEADS
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(first, last, SPLITS):
         split = start + tl.arange(0, SPLITS)
-        at = tl.load(reduce_partial_map_ptr + split, mask=split < last, other=0).to(tl.int64)
-        at = at[:, None] * HEADS + row[None, :]
+        at = (split.to(tl.int64) * apart)[:, None] * HEADS + row[None, :]
         if PDL:
             tl.extra.cuda.gdc_wait()
         wanted = (split < last)[:, None] & real[None, :]

@@ -1,7 +1,7 @@
-"""Measures this GPU for projections=auto and attention=auto. The kernels are checked first, as by
-mla-fusion selftest. Then the products of a model's layer are timed against cuBLAS, and the portable
-decode against vLLM's backends. Takes up to 7 minutes for a model. Run it on an idle GPU, and again
-after an upgrade of mla-fusion or Triton."""
+"""Measures this GPU for what the flag switches on. The kernels are checked first, as by mla-fusion
+selftest. Then products of a model's layer are timed against cuBLAS, launch plans of the fused
+region against each other, and the portable decode against vLLM's backends. Takes up to 8 minutes
+for a model. Run it on an idle GPU, and again after an upgrade of mla-fusion or Triton."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     text, types = "as in vLLM (default: auto, which is bfloat16)", "auto bfloat16 fp8 fp8_e4m3"
     option(parser, "--kv-cache-dtype", None, text, "auto", choices=types.split())
     option(parser, "--speculative-tokens", "K", "draft tokens a step", 0, zero_or_more)
-    option(parser, "--out", "FOLDER", "default: where attention=auto reads it", kind=Path)
+    option(parser, "--out", "FOLDER", "default: where an engine reads it", kind=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:

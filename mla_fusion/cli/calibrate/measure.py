@@ -1,6 +1,7 @@
 """Measures on this GPU what `attention=auto` decides by, for one model or for all shipped shapes.
 
-The products of a model's layers come first: see `products.py`.
+The products of a model's layers come first, then the launch plans of the fused region: see
+`products.py` and `region.py`.
 
 The kernels pass their selftest first. The portable decode and the product behind it take turns with
 vLLM's backends, as in `mla-fusion bench decode --values`, and every result is checked against
@@ -22,7 +23,7 @@ from mla_fusion import gpu
 from mla_fusion.attention import cards
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
-from mla_fusion.cli.calibrate import products
+from mla_fusion.cli.calibrate import products, region
 from mla_fusion.cli.calibrate.tables import tables, text
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import decodes, run_checks
@@ -41,8 +42,6 @@ LIMIT = 270  # seconds after which no further number of sequences is begun
 
 def run(arguments: argparse.Namespace) -> int:
     """See `command.run`."""
-    if gpu.of("cuda").vendor == "AMD":
-        raise UserError("attention=auto takes vLLM's decode on AMD GPUs: nothing to calibrate")
     kernels = measured.kernels()
     folder = arguments.out or identity.tables_folder()
     make_folder(folder, "--out")
@@ -50,7 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {**environment(), "gpu": vllm_compat.gpu_name()}
     if arguments.model and products.calibrate(arguments, facts, folder):
         return 1
-    shapes = [_of_model(arguments)] if arguments.model else every()
+    layer = _layer(arguments) if arguments.model else {}
+    fp8 = arguments.kv_cache_dtype.startswith("fp8")
+    if region.calibrate([region.of_layer(layer, fp8)] if layer else region.every(), facts, folder):
+        return 1
+    if gpu.of("cuda").vendor == "AMD":
+        print("attention=auto takes vLLM's decode on AMD GPUs: no decode is timed")
+        return 0
+    shapes = [_of_model(arguments, layer, fp8)] if layer else every()
     names = concerned({cases[0].dtype for cases in shapes})
     print(f"selftest of {len(names)} kernels first: a wrong one has no time", flush=True)
     if any(row.verdict == "WRONG" for row in run_checks(names)):
@@ -111,10 +117,14 @@ def _cases(dtype: torch.dtype, heads: int, queries: int, values: int) -> list[Ca
     return decode.grid(argparse.Namespace(**{**decode.DEFAULTS, **GRID, **shape}), [dtype])
 
 
-def _of_model(arguments: argparse.Namespace) -> list[Case]:
-    """The steps of a model's layer; a UserError if `auto` may not decode such a model."""
+def _layer(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The config of one layer of a rank of the model."""
     model = model_config.read(arguments.model)
-    layer = model_config.cut(model, 1, arguments.tensor_parallel_size).config
+    return model_config.cut(model, 1, arguments.tensor_parallel_size).config
+
+
+def _of_model(arguments: argparse.Namespace, layer: dict[str, Any], fp8: bool) -> list[Case]:
+    """The steps of a model's layer; a UserError if `auto` may not decode such a model."""
     widths = layer["kv_lora_rank"], layer["qk_rope_head_dim"]
     if widths != measured.WIDTHS:
         ours, models = ("{} + {}".format(*each) for each in (measured.WIDTHS, widths))
@@ -122,7 +132,7 @@ def _of_model(arguments: argparse.Namespace) -> list[Case]:
             f"attention=auto takes cache entries of {ours} only, and the model's have {models}: "
             "leave the decode to vLLM, or ask for attention=portable"
         )
-    dtype = peers.FP8 if arguments.kv_cache_dtype.startswith("fp8") else peers.BF16
+    dtype = peers.FP8 if fp8 else peers.BF16
     heads, queries = layer["num_attention_heads"], 1 + arguments.speculative_tokens
     return _cases(dtype, heads, queries, layer["v_head_dim"])
 

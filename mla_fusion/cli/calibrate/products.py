@@ -3,7 +3,6 @@
 import argparse
 import functools
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,17 @@ from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.measure.timing import measure_ceilings
 from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.shapes import shapes_of
-from mla_fusion.runtime import measured, measured_products
+from mla_fusion.runtime import measured, measured_here
 
 CHECKS = "projection vector", "projection matrix"
 
 
 def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: Path) -> int:
-    """Measure, and write the file that `measured_products.load` reads; 1 if a result was wrong."""
+    """Measure, and write the file that `measured_here.load` reads; 1 if a result was wrong."""
     model, ranks = model_config.read(arguments.model), arguments.tensor_parallel_size
     model_config.cut(model, 1, ranks)  # it refuses what is no MLA model, or no rank of it
     shapes = shapes_of(model.config, ranks)
-    path = folder / measured_products.file_name(facts["gpu"])
+    path = folder / measured_here.file_name(measured_here.PRODUCTS, facts["gpu"])
     if any(row.verdict == "WRONG" for row in run_checks(CHECKS)):
         print("no product is measured; open an issue with `mla-fusion selftest --json FILE`")
         return 1
@@ -41,10 +40,8 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
         print("WRONG results, marked with !: nothing is written for projections=auto")
         return 1
     new = {**bench.table(rows, facts), "kernels": measured.kernels()}
-    if measured_products.read(path, facts["gpu"]):
-        old = json.loads(path.read_bytes())["shapes"]
-        kept = [each for each in old if _shape(each) not in shapes]
-        new["shapes"] = kept + new["shapes"]
+    old = measured_here.read(measured_here.PRODUCTS, path, facts["gpu"]).get("shapes", [])
+    new["shapes"] = [each for each in old if _shape(each) not in shapes] + new["shapes"]
     bench.write_table(path, new)
     print(f"Rows of products: {path}.")
     return 0

@@ -19,7 +19,7 @@ import torch
 
 from mla_fusion import gpu, kernels
 from mla_fusion.attention import cards
-from mla_fusion.attention.card import Card, Shape
+from mla_fusion.attention.card import Card, Decodes, Shape
 from mla_fusion.cli.child import EngineError, Job, end, result, start
 from mla_fusion.cli.selftest import decode, norms, planner, projections, region, sparse
 from mla_fusion.kernels.card import Card as RegionCard
@@ -73,6 +73,7 @@ def _decode(card: Card, kind: str, thorough: bool) -> Iterator[Outcome]:
         raise CannotRun(why.detail)
     kv, chosen = _type_of(kind), card.shapes + (card.thorough if thorough else ())
     cases = [dataclasses.replace(shape, kv=kv, q=kv) for shape in chosen]
+    cases = [x for x in cases if card.plans(Decodes(x.heads, x.queries, kv, x.width))]
     if kind == "fp8" and card.widens:
         cases.append(Shape(16, 1, 64, kv=kv))
     return decode.check(card, cases, repeats=REPEATS[thorough])

@@ -1,6 +1,6 @@
-"""The decode of up to 32 query rows in fp8 for Hopper (sm_90), warp-specialized: one CTA an SM.
+"""The decode of up to 32 query rows for Hopper (sm_90), warp-specialized: one CTA an SM.
 
-One warpgroup computes scores and softmax of a tile, two widen values and multiply, and a single
+One warpgroup computes scores and softmax of a tile, two widen fp8 values and multiply, and a single
 warp asks the tensor copy engine (TMA) for the tiles. So a tile is scored while the one before is
 multiplied and others arrive, and an item while the one before is stored. The chain of `decode.py`
 takes longer than a tile's bytes.
@@ -30,7 +30,6 @@ from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.launches import Launch
 
 WARPS = gl.constexpr(8)  # that multiply
-BUFFERS = gl.constexpr(3)  # more make SMs differ in what they get of the memory
 
 # Tiles in shared memory: keys [n, tokens, L], ropes [n, tokens, R], and their barriers.
 Tiles = namedtuple("Tiles", "keys ropes full free")
@@ -40,6 +39,8 @@ Tiles = namedtuple("Tiles", "keys ropes full free")
 def copy(work, tiles, latents, rotated, block_rows, form: gl.constexpr):
     """The copying warp: all tiles of all items, in order, a box from each page."""
     BOX: gl.constexpr = latents.block_type.shape[0]
+    BUFFERS: gl.constexpr = tiles.keys.shape[0]
+    SIZE: gl.constexpr = TILE * (form.L + form.R) * tiles.keys.dtype.primitive_bitwidth // 8
     done = 0
     begin, end = items_of(work)
     for number in range(begin, end):
@@ -57,7 +58,7 @@ def copy(work, tiles, latents, rotated, block_rows, form: gl.constexpr):
                 row = gl.load(item.table + token // form.PAGE) * block_rows + token % form.PAGE
                 if i == 0:
                     mbarrier.wait(tiles.free.index(at), (done // BUFFERS & 1) ^ 1)
-                    mbarrier.expect(full, TILE * (form.L + form.R))
+                    mbarrier.expect(full, SIZE)
                 keys, ropes = tiles.keys.index(at), tiles.ropes.index(at)
                 common.tma_load(latents, [row, 0], full, keys.slice(i, BOX))
                 common.tma_load(rotated, [row, form.L], full, ropes.slice(i, BOX))
@@ -71,7 +72,9 @@ def score(
 ):  # fmt: skip
     """A warpgroup: scores [tokens, rows] and softmax."""
     ROWS: gl.constexpr = q_keys.shape[0]
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    BITS: gl.constexpr = q_keys.dtype.primitive_bitwidth
+    BUFFERS: gl.constexpr = tiles.keys.shape[0]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // BITS])
     row = work.first_row + gl.arange(0, ROWS, gl.SliceLayout(0, scores))
     done = 0
     begin, end = items_of(work)
@@ -80,13 +83,12 @@ def score(
         first, count = tiles_of(work, item, form)
         # All that follows, scales too, may be written by the kernel in front.
         gdc.gdc_wait()
-        query = q_ptr + item.token * q_stride_t
-        load_query(q_keys, query, work, item, target.heads, q_stride_t, q_stride_h, form.HEADS)
-        query += form.L
-        load_query(q_ropes, query, work, item, target.heads, q_stride_t, q_stride_h, form.HEADS)
-        fence_async_shared()
-        barrier()
-        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, True)
+        factor, value_scale = read_scales(scale, q_scale_ptr, kv_scale_ptr, BITS == 8, 256.0)
+        if common.is_edge(number == begin, item.begin, form.CHUNKS):
+            load_query(
+                q_keys, q_ropes, q_ptr, work, item, target.heads, q_stride_t, q_stride_h, form.HEADS
+            )
+            barrier()
         limit = gl.minimum(item.end, item.end + item.after - (item.count - 1 - row // form.HEADS))
         m = gl.full([ROWS], float("-inf"), gl.float32, row.type.layout)
         l = gl.zeros([TILE, ROWS], gl.float32, scores)
@@ -105,16 +107,17 @@ def score(
             done += 1
         total = gl.sum(l, 0)
         lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * LN2)
-        # `tile.widen` leaves 256 out.
-        inverse = gl.where(lse > float("-inf"), 256.0 * value_scale / total, 0.0)
+        inverse = gl.where(lse > float("-inf"), value_scale / total, 0.0)
         send_last(shared, inverse, done + number - begin)
         ws.store_lse(lse, work, item, target, form)
 
 
 @gluon.jit
 def multiply(work, tiles, shared, target, form: gl.constexpr):
-    """The other warps: the sums [latents, rows], even and odd latents apart."""
+    """The other warps: the sums [latents, rows], in fp8 of even and of odd latents apart."""
     ROWS: gl.constexpr = shared.p.shape[2]
+    BUFFERS: gl.constexpr = tiles.keys.shape[0]
+    PARTS: gl.constexpr = 16 // tiles.keys.dtype.primitive_bitwidth  # of the latents
     # Of 32 rows, sums and widened values of two products do not fit the registers.
     RUNNING: gl.constexpr = 2 if ROWS == 16 else 0
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -123,18 +126,21 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
     begin, end = items_of(work)
     for number in range(begin, end):
         item = read_item(work, number, form)
-        _, count = tiles_of(work, item, form)
-        acc = gl.zeros([form.L // 2, ROWS], gl.float32, output)
+        first, count = tiles_of(work, item, form)
+        acc = gl.zeros([form.L // PARTS, ROWS], gl.float32, output)
         odd = acc
-        for _ in range(count):
+        for t in range(first, first + count):
             slot, phase = slot_of(shared, done + number - begin)
             mbarrier.wait(slot.full, phase)
             decay = slot.factors.load(row_layout)
             at = done % BUFFERS
             # Complete already: the scores have waited. This makes the copies visible here.
             mbarrier.wait(tiles.full.index(at), done // BUFFERS & 1)
-            # P is zero behind the end, and a value there may be any byte: widened fp8 has no NaN.
-            acc, odd = tile.add_values(acc, odd, decay, tiles.keys.index(at), slot.p, RUNNING, True)
+            key = tiles.keys.index(at)
+            # P is zero behind the end, but a value may be NaN, unless it is widened fp8.
+            if PARTS == 1 and item.end - t * TILE < TILE:
+                common.clear_rows(key, item.end - t * TILE)
+            acc, odd = tile.add_values(acc, odd, decay, key, slot.p, RUNNING, PARTS == 2)
             fence_async_shared()
             barrier()
             mbarrier.arrive(tiles.free.index(at), count=1)
@@ -150,12 +156,12 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
         # The reduction may be launched, and waits.
         if number == end - 1:
             gdc.gdc_launch_dependents()
-        store_rows((acc,), (odd,), factors, work, item, target, form, True)
+        store_rows((acc,), (odd,), factors, work, item, target, form, PARTS == 2)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
 @gluon.jit(do_not_specialize=["table_stride", "fresh"])
-def mla_decode_fp8(
+def mla_decode_few_rows(
     q_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
     work_info_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
     out_stride_h, table_stride, latents, rotated, block_rows, fresh, FORM: gl.constexpr,
@@ -165,8 +171,11 @@ def mla_decode_fp8(
     if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    narrow: gl.constexpr = gl.NVMMASharedLayout(FORM.R, 8, 2)
+    BITS: gl.constexpr = TYPE.primitive_bitwidth
+    # More make SMs differ in what they get of the memory; of 16 bits no more fit.
+    BUFFERS: gl.constexpr = 3 if BITS == 8 else 2
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(FORM.R * BITS // 8, BITS, 2)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = Tiles(
@@ -177,7 +186,7 @@ def mla_decode_fp8(
     q_keys = gl.allocate_shared_memory(TYPE, [ROWS, FORM.L], wide)
     q_ropes = gl.allocate_shared_memory(TYPE, [ROWS, FORM.R], narrow)
     shared = ws.Probabilities(
-        gl.allocate_shared_memory(gl.float16, [2, TILE, ROWS], p_layout),
+        gl.allocate_shared_memory(gl.float16 if BITS == 8 else TYPE, [2, TILE, ROWS], p_layout),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
         new_barriers(2), new_barriers(2),
     )  # fmt: skip
@@ -200,7 +209,7 @@ def mla_decode_fp8(
             (copy, (work, tiles, latents, rotated, block_rows, FORM)),
         ],
         [4, 1],
-        [128, 24],
+        [128 if BITS == 8 else 152, 40],
     )  # fmt: skip
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()
@@ -214,4 +223,4 @@ def launch_of(given: Inputs) -> Launch:
     cache = dict(zip(("latents", "rotated", "block_rows"), boxes, strict=True))
     arguments = {**launches.common(given), **cache, "ROWS": rows}
     options = {"num_warps": WARPS.value, "launch_pdl": True}
-    return Launch(mla_decode_fp8, launches.grid(given, rows), arguments, options)
+    return Launch(mla_decode_few_rows, launches.grid(given, rows), arguments, options)
