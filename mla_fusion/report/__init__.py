@@ -204,12 +204,12 @@ def merge(reports: Sequence[Report], stages: int = 1) -> Report:
         variants = dict.fromkeys(v for each in (r, *same) for v in each.variants)
         kinds = dict.fromkeys((kind for each in same for kind in each.outputs), 0)
         ranges.append(replace(r, variants=[*variants], outputs={**kinds, **r.outputs}))
-    expected, ranks = _outcome(first), len(reports) // stages
+    ranks, launches, expected = len(reports) // stages, [*map(_launches, reports)], _outcome(first)
     differing = [
         f"rank {rank}: {_said(other)}"
         for rank, other in enumerate(reports)
         if _outcome(other) != expected
-        or _launches(other) != _launches(reports[rank - rank % ranks])
+        or (not (a := launches[rank]) <= (b := launches[rank - rank % ranks]) and not b <= a)
     ]
     return replace(first, ranges=ranges, ranks=len(reports), differing=differing)
 
@@ -223,10 +223,15 @@ def _outcome(report: Report) -> list[Any]:
     return found
 
 
-def _launches(report: Report) -> list[Any]:
-    """What the decode launches of products and norms, and how many products stay vLLM's."""
-    found = ((r.range, r.products, r.norms, r.plain_products) for r in report.decode_ranges())
-    return [(*rest, {d.code: n for d, n in plain.items()}) for *rest, plain in found]
+def _launches(report: Report) -> Counter[Any]:
+    """How often the decode launches each product and norm and keeps a product, by its reason. No
+    pass counts a piece that Inductor has in its cache, where another rank may have put it."""
+    return Counter(
+        (r.range, of.code if isinstance(of, Decline) else of)
+        for r in report.decode_ranges()
+        for counts in (r.products, r.norms, r.plain_products)
+        for of in Counter[Any](counts).elements()
+    )
 
 
 def _said(report: Report) -> str:
@@ -249,11 +254,10 @@ def _codes(found: RangeReport) -> list[str]:
 def load(path: Path) -> Report:
     """The report stored at `path`, every text in it printable. Raises OSError if the file cannot be
     read, and ValueError if it is no report or another release stored it."""
-    text = read_bounded(path)
     # Imported here: the plugin is loaded before vLLM needs pydantic.
     from mla_fusion.report import schema
 
-    return schema.parse(text, str(path), Report, RangeReport)
+    return schema.parse(read_bounded(path), str(path), Report, RangeReport)
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -262,9 +266,8 @@ def _plain(value: Any) -> dict[str, Any]:
     for name in {"declined", "plain_outputs", "plain_products"} & fields.keys():
         of = fields[name].items()
         fields[name] = {d.code: {"layers": layers, "detail": d.detail} for d, layers in of}
-    for name in {"products", "norms"} & fields.keys():
-        fields[name] = [*fields[name].items()]
-    return fields
+    lists = {"products", "norms"} & fields.keys()
+    return fields | {name: [*fields[name].items()] for name in lists}
 
 
 def folder(cache_root: Path) -> Path:
@@ -321,14 +324,13 @@ def publish(report: Report | None, model: str, cached: bool) -> None:
         )
     elif not any(r.fused for r in decode):
         found = report.decode().declined
-        why = " ".join(decline.explain() for decline in found)
         layers = max(r.layers for r in decode)
         kept = all(decline.code == "batch-invariant" for decline in found)
         if kept and "in every step" in report.attention:
             said = "%s: %d MLA layers, attention %s; graphs stay vLLM's [batch-invariant]"
             logger.info(said, FLAG_LINE, layers, report.attention)
         else:
-            why = report.attention if kept else why
+            why = report.attention if kept else " ".join(decline.explain() for decline in found)
             logger.warning("%s is on and fused none of %d MLA layers: %s", FLAG_LINE, layers, why)
     else:
         note = f"; {report.uncompiled} in no graph [no-graph]" if report.uncompiled else ""

@@ -160,7 +160,7 @@ def test_stages_of_unlike_size_do_not_differ():
     "other, said",
     [({"products": {"8 -> 9": 2}}, "2 launches of 8 -> 9"),
      ({"norms": {"7": 3}}, "3 launches of 7"),
-     ({"plain_products": {Decline("product-form"): 2}}, "2 products kept [product-form]")],
+     ({"plain_products": {Decline("product-slower"): 1}}, "1 products kept [product-slower]")],
 )  # fmt: skip
 def test_a_rank_with_other_products_differs_but_a_stage_may_have_others(other, said):
     alike = made(dataclasses.replace(RANGE, products={"8 -> 8": 2}, norms={"8": 3},
@@ -171,6 +171,12 @@ def test_a_rank_with_other_products_differs_but_a_stage_may_have_others(other, s
     assert line.startswith("rank 3: 61 of 61 fused")
     told = report.merge([alike, alike, odd]).differing
     assert [line[:6] for line in told] == ["rank 2"] and said in told[0]
+
+
+def test_a_rank_that_took_a_piece_from_the_cache_of_another_does_not_differ():
+    """No pass counted its products."""
+    few, all_ = (made(dataclasses.replace(RANGE, products={"8 -> 8": n})) for n in (2, 3))
+    assert not report.merge([few, few, all_]).differing + report.merge([all_, few]).differing
 
 
 def test_variants_are_those_of_all_ranks():

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from vllm.utils.network_utils import get_open_port
 
 from mla_fusion import config, ops, report
 from mla_fusion.cli import child
@@ -245,6 +246,30 @@ def test_engine_and_workers_in_processes_of_their_own(job, alone, tmp_path, meth
         assert steps["fused"] >= NEW_TOKENS - 2 and steps["unfused"] >= 1
     # Written by the process of the engine core, and read here as vLLM's /metrics does.
     assert apart["exported"] == steps
+
+
+@pytest.mark.nightly
+def test_ranks_of_data_parallelism_idle_and_with_other_batches(job, alone):
+    """They step together: one without a request runs dummy steps, the second for three steps after
+    its first request, the first at the end."""
+    port = get_open_port()
+    started = []
+    arrivals = [(0, 0), (0, 1), (8, 2)], [(0, 3), (NEW_TOKENS + 3, 0)]  # step, index of a prompt
+    for rank, arriving in enumerate(arrivals):
+        variables = {"SIZE": 2, "RANK": rank, "RANK_LOCAL": 0, "MASTER_PORT": port}
+        environment = {f"VLLM_DP_{name}": str(value) for name, value in variables.items()}
+        experts = {"n_routed_experts": 2}  # which no layer has; without them ranks never meet
+        options = FLAG | {"processes": "spawn"}
+        prompts = [(step, PROMPTS[index][1]) for step, index in arriving]
+        asked = job(options, changes=experts, prompts=prompts, environment=environment)
+        started.append((asked, child.start(asked)))
+    results = [child.result(*each)["engines"][0] for each in started]
+    for result, arriving in zip(results, arrivals, strict=True):
+        assert result["tokens"] == [alone["tokens"][index] for _, index in arriving]
+    log = Path(started[0][0].workdir, child.LOG).read_text()
+    assert SUMMARY.replace(" fused;", " fused on 2 ranks;") in log
+    counts = {"fused": 18, "unfused": 2}, {"fused": 22, "unfused": 2}  # no dummy steps
+    assert [[*steps.values()] for r in results for steps in r["steps"]] == [[c] for c in counts]
 
 
 @pytest.mark.nightly
