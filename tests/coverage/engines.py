@@ -81,6 +81,7 @@ def _outcome(asked, folder):
     ranks = sorted((folder / "vllm").glob("torch_compile_cache/mla_fusion/*.json"))
     return {
         "classes": {name: _counts(graphs) for name, graphs in classes.items()},
+        "products": {name: _products(graphs) for name, graphs in classes.items()},
         "reports": [_counts(report.load(path).decode_ranges()) for path in ranks],
         **generated,
         "log": [line for line in lines if line.startswith(report.FLAG_LINE)],
@@ -108,13 +109,26 @@ def _watched(classes):
     return mock.patch.object(report, "add", add)
 
 
-def _counts(ranges):
-    """MLA layers, how many fused, and the declines by their code."""
+def _sum(ranges):
     from mla_fusion import report
 
     total = report.RangeReport((1, 1))
     for each in ranges:
         total.add(each)
+    return total
+
+
+def _products(ranges):
+    """How many products pass 7 took, as "ours", and those that it left, by the decline's code."""
+    total = _sum(ranges)
+    before, after = (ops.get("aten::mm", 0) for ops in total.passes["7"])
+    left = {decline.code: count for decline, count in total.plain_products.items()}
+    return {"ours": before - after, **left}
+
+
+def _counts(ranges):
+    """MLA layers, how many fused, and the declines by their code."""
+    total = _sum(ranges)
     declined = {decline.code: layers for decline, layers in total.declined.items()}
     return {"layers": total.layers, "fused": total.fused, "declined": declined}
 

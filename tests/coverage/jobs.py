@@ -22,6 +22,7 @@ def _engine(model, method="", draft=None, imitate=(), label="", **arguments):
     name = "+".join(filter(None, (model, method, label)))
     if method:
         arguments["speculative_config"] = {"method": method, "num_speculative_tokens": 1}
+    imitate = (*imitate, "faster_products")
     job = {"name": name, "model": config_of(model), "engine": arguments, "imitate": imitate}
     return job | ({"draft": config_of(model, **draft)} if draft else {})
 

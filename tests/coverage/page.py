@@ -128,13 +128,18 @@ def why_unreached(version, architecture):
 def shown(version):
     """Compiled class -> "layers", "fused" and the reasons of the others, counted in all engines."""
     out: dict[str, Counter[str]] = {}
-    for result in stored(version)["engines"].values():
-        for name, counts in result.get("classes", {}).items():
-            if name.startswith("transformers."):
-                name = TRANSFORMERS
-            total = out.setdefault(name.removeprefix(_MODELS), Counter())
-            total.update(counts["declined"], layers=counts["layers"], fused=counts["fused"])
+    for name, counts in of_classes(version, "classes"):
+        total = out.setdefault(name, Counter())
+        total.update(counts["declined"], layers=counts["layers"], fused=counts["fused"])
     return out
+
+
+def of_classes(version, key):
+    """Compiled class, and what each engine found out about it under a key."""
+    for result in stored(version)["engines"].values():
+        for name, found in result.get(key, {}).items():
+            of = TRANSFORMERS if name.startswith("transformers.") else name.removeprefix(_MODELS)
+            yield of, found
 
 
 def text(page):
@@ -147,7 +152,7 @@ def table():
     """A row for all of a kind that have the same cells."""
     header = ("", "which", f"vLLM {NEW}", OLD, f"sources of {SOURCES}")
     rows: dict[tuple[str, ...], list[str]] = {}
-    for kind, name, *cells in (*_models(), *_others()):
+    for kind, name, *cells in (*_models(), *_products(), *_others()):
         rows.setdefault((kind, *cells), []).append(name)
     lines = [(kind, "; ".join(names), *cells) for (kind, *cells), names in rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * 5, *lines))
@@ -175,6 +180,19 @@ def _model(version, name, counts):
         return "compiled"
     layers, fused = counts.pop("layers"), counts.pop("fused", 0)
     return "fused" if fused == layers else ", ".join([f"{fused} of {layers}", *map(_code, counts)])
+
+
+def _products():
+    """How many products of a class pass 7 takes where each was measured faster."""
+    found: dict[str, Counter[str]] = {}
+    for name, counts in of_classes(NEW, "products"):
+        found.setdefault(name, Counter()).update(counts)
+    for name, counts in sorted(found.items()):
+        left = [
+            f"{count} {_code(code)}" for code, count in sorted(counts.items()) if code != "ours"
+        ]
+        cell = f"all but {' and '.join(left)}" if left else "all"
+        yield "products", _code(name), cell, "-", "-"
 
 
 def _code(reason):

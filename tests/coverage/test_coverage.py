@@ -64,6 +64,12 @@ def test_engines_show_every_compiled_class_and_each_layer_fused_or_declined(vers
         assert set(counts) <= {"layers", "fused", *DECLINED.get(name, ())}, name
 
 
+def test_products_of_every_compiled_class_can_be_ours():
+    found = [*page.of_classes(page.NEW, "products")]
+    assert {name for name, _ in found} == set(page.shown(page.NEW))
+    assert all(counts["ours"] > 0 for _, counts in found)
+
+
 def test_the_installed_vllm_has_no_other_mla_class(sources):
     if known := page.stored(VERSION):
         assert sources == {key: known[key] for key in sources}
@@ -174,6 +180,7 @@ def test_all_engines():
     kept = page.stored(VERSION).get("engines") or page.stored(page.NEW)["engines"]
     for name, result in run(jobs.MODELS).items():
         assert result.get("classes") == kept[name]["classes"], (name, result.get("error"))
+        assert result["products"] == kept[name].get("products", result["products"])
         outside = [line for line in result["log"] if "[no-graph]" in line]
         assert len(outside) == (name in DRAFT_HEADS)
 

@@ -16,6 +16,7 @@ import torch
 from mla_fusion import config
 from mla_fusion.cli import child
 from mla_fusion.config import vllm_compat
+from tests.coverage.imitations import faster_products
 
 BUCKET = 4
 # Options of this library.
@@ -48,7 +49,7 @@ def serve(job, progress):
     if options.get("fp8_ops"):
         importlib.import_module("tests.passes.linears")
     if options.get("products"):
-        _plan_products()
+        faster_products()
     if options.get("norms"):
         _take_norms()
     kernels = _record_kernels()
@@ -200,22 +201,6 @@ def _record_kernels():
 
     GraphLowering.save_output_code = staticmethod(save)
     return kernels
-
-
-def _plan_products():
-    """Products of the graph, where vLLM has ops for a CPU, and a plan of this library for each."""
-    from torch.nn.functional import linear
-    from vllm.model_executor.layers import utils
-
-    from mla_fusion import projections
-    from mla_fusion.projections import reference
-
-    def dispatch(layer, remove_weight):
-        layer.cpu_linear = linear
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-
-    projections.plan_for, projections.project = lambda *_: "a plan", reference.project
 
 
 def _take_norms():
