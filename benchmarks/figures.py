@@ -44,7 +44,7 @@ PEERS = "bmm+1", "flashinfer", "vllm-40392", "vllm-unfused"
 MODELS = {
     "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "glm-4.7-flash": "GLM-4.7-Flash",
-    "deepseek-r1-tp8": "R1, one rank of 8",
+    "deepseek-r1-tp8": "R1 in block fp8, one rank of 8",
     "deepseek-r1-bf16": "R1 in bf16, one rank of 8",
     "r1-dp": "R1 with 128 heads",
 }

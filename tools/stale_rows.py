@@ -22,7 +22,8 @@ REGION = ("mla_fusion/kernels/triton_kernels.py",)
 PLANNED = (f"{ATTENTION}/triton/reduce_kernel.py", f"{ATTENTION}/hopper/product.py")
 SPARSE = (f"{ATTENTION}/hopper/sparse_fp8.py", f"{ATTENTION}/hopper/sparse_specialized.py")
 STEP = (f"{ATTENTION}/plan/planner_triton.py", "mla_fusion/projections/kernel.py")
-FEW_ROWS = 32  # query rows of a sequence beyond which kernels are warp-specialized
+# Query rows of a sequence from which on a kernel decodes it, in bf16 and in fp8.
+DECODES = {"warp_specialized": (33, 33), "few_rows": (17, 1), "decode": (1, 1)}
 
 Place = tuple[str, str]  # a file, and a name in it; the name is empty for the module itself
 Definitions = dict[str, ast.stmt | Place]
@@ -125,7 +126,7 @@ def kernels(name: str, row: dict[str, str]) -> tuple[str, ...]:
     fp8 = "fp8" in (row.get("dtype") or row.get("cache") or "fp8")
     heads = int(row.get("heads") or (128 if row.get("model") == "r1-dp" else 16))
     rows = heads * (int(row.get("queries") or 1) + int(row.get("drafts") or 0))
-    decode = "warp_specialized" if rows > FEW_ROWS else "decode" + "_fp8" * fp8
+    decode = next(kernel for kernel, least in DECODES.items() if rows >= least[fp8])
     files = (f"{ATTENTION}/hopper/{decode}.py", *PLANNED)
     return files if "dtype" in row else (*REGION, *files, *STEP)
 
