@@ -3,8 +3,9 @@
 A sequence may first differ at a near tie, where two candidates are closer than the rounding of
 vLLM's own paths: the largest move of the gap between the two best tokens from `default` to other
 unfused arms (see engine.py) in one context. `fused` is wrong if a token differs that was no
-candidate, or if `BEYOND` sequences differ at wider gaps. Its moves are also compared with those of
-the widest unfused arm: their ratio finds an error too small to change a token.
+candidate, if `BEYOND` sequences differ at wider gaps, or one at a gap `FAR` times as wide. Its
+moves are also compared with those of the widest unfused arm: their ratio finds an error too small
+to change a token.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 MOVE_RATIO = 1.5
 # Sequences whose gaps exceed the limit, the largest value of the unfused pair. If `fused` rounds as
 # that pair does, swapping the two in one sequence changes no probability. So each of the n largest
-# values is of `fused` with probability 1/2, and all are with 2^-n at most: 3 % for 5. One alone is
-# no evidence.
+# values is of `fused` with probability 1/2, and all are with 2^-n at most: 3 % for 5.
 BEYOND = 5
+FAR = 2.0  # times the limit: the gap of a sequence that is wrong by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,8 @@ def verdict(fused: Difference, unfused: Difference) -> str:
     if math.isnan(fused.typical + unfused.typical):
         return "WRONG: NaN"
     beyond = [gap for gap in fused.gaps if gap > limit]
-    if math.inf in beyond or len(beyond) >= (BEYOND if unfused.largest else 1):
-        count, most = len(beyond), max(beyond)
+    count, most = len(beyond), max(beyond, default=0.0)
+    if count >= BEYOND or most > FAR * limit:
         return f"WRONG: {count} tokens differ at gaps of up to {most:.3f}, limit {limit:.3f}"
     if unfused.largest == 0 < fused.largest:
         return "not judged: the unfused paths are equal in every bit"

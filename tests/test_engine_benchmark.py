@@ -42,8 +42,9 @@ NOISE = engine_compare.compare(result(TOKENS, NOISY), BASE)
         ([2.0, 2.0, 1.9, 2.0], TOKENS, 1, "right"),
         ([2.0, 2.0, 0.05, 2.0], [1, 2, 103, 9], 9, "right"),  # a near tie
         # The gap is wider than any move of the unfused pair.
-        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], 4, "right"),
-        ([2.0, 2.0, 0.5, 2.0], [1, 2, 103, 9], 5, "WRONG: 5 tokens differ at gaps of up to 0.5"),
+        ([2.0, 2.0, 0.15, 2.0], [1, 2, 103, 9], 4, "right"),
+        ([2.0, 2.0, 0.15, 2.0], [1, 2, 103, 9], 5, "WRONG: 5 tokens differ at gaps of up to 0.15"),
+        ([2.0, 2.0, 0.25, 2.0], [1, 2, 103, 9], 1, "WRONG: 1 tokens differ at gaps of up to 0.25"),
         ([2.0] * 4, [1, 2, 77, 9], 1, "WRONG: 1 tokens differ at gaps of up to inf"),
         # The tokens are equal and their probabilities are not.
         ([2.08] * 4, TOKENS, 1, "WRONG: log-probabilities move 1.6 times as far"),
