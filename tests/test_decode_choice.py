@@ -101,7 +101,7 @@ WINDOW = {"decline": Decline("portable-attention", "a sliding window")}
     ("of_layer", "of_engine", "facts", "runs", "why"),
     [
         ({}, {}, {}, MOST, "portable with 1 to 256 sequences (auto: as measured)"),
-        ({"heads": 20}, {}, {}, ((1, 64),), "with 1 to 64 sequences, FLASH_ATTN_MLA else"),
+        ({"heads": 32}, {"seqs": 1024}, {}, ((1, 512),), "1 to 512 sequences, FLASH_ATTN_MLA else"),
         # 4 query rows, and an fp8 query, have rows of their own.
         ({}, {"drafts": 3}, {}, MOST, ""), ({"backend": "FLASHMLA"}, {}, OF_FP8, MOST, ""),
         ({"backend": "FLASHMLA"}, {"drafts": 3}, OF_FP8, MOST, "1 to 256 sequences (auto: as m"),

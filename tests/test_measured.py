@@ -75,7 +75,8 @@ def test_the_contexts_that_an_engine_can_have_decide(ours, max_model_len, runs):
     assert measured.of_rows(rows[::-1], max_model_len) == tuple(runs)
 
 
-@pytest.mark.parametrize(("max_model_len", "most"), [(202752, 64), (16384, 256)])
-def test_bf16_with_a_draft_is_ours_with_256_sequences_unless_contexts_are_long(max_model_len, most):
-    found = measured.spans("NVIDIA H200", max_model_len)
-    assert found["bfloat16", 16, 2, "FLASH_ATTN_MLA"] == ((1, most),)
+@pytest.mark.parametrize(
+    ("max_model_len", "runs"), [(202752, ((1, 1024),)), (2048, ((1, 16), (64, 1024)))]
+)
+def test_32_sequences_of_64_heads_in_fp8_are_vllms_where_contexts_are_short(max_model_len, runs):
+    assert measured.spans("NVIDIA H200", max_model_len)["float8_e4m3fn", 64, 1, "FLASHMLA"] == runs
