@@ -90,8 +90,9 @@ def test_on_amd_no_decode_is_timed(gpu, monkeypatch, capsys):
 def test_a_wrong_kernel_has_no_time(gpu, capsys, bad):
     assert gpu(**bad) == 1 and "nothing is" in capsys.readouterr().out
     assert not measured.own_file(GPU).exists()
-    kernels = ("hopper.warp_specialized", "hopper.decode", "triton.decode_kernel")
-    assert {*gpu.checked[0]} == {"planner", "epilogue", *(f"decode {k} bf16" for k in kernels)}
+    hopper = (f"hopper.{kernel}" for kernel in ("warp_specialized", "few_rows", "decode"))
+    decodes = (f"decode {kernel} bf16" for kernel in (*hopper, "triton.decode_kernel"))
+    assert {*gpu.checked[0]} == {"planner", "epilogue", *decodes}
 
 
 def test_without_a_model_all_shipped_shapes_are_measured(gpu):
