@@ -191,8 +191,9 @@ def _products():
         left = [
             f"{count} {_code(code)}" for code, count in sorted(counts.items()) if code != "ours"
         ]
-        cell = f"all but {' and '.join(left)}" if left else "all"
-        yield "products", _code(name), cell, "-", "-"
+        if left:
+            yield "products", _code(name), f"all but {' and '.join(left)}", "-", "-"
+    yield "products", "every other compiled class", "all", "-", "-"
 
 
 def _code(reason):
