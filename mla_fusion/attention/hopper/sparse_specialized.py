@@ -199,7 +199,7 @@ def mla_sparse_hopper_ws(
             (gather, (work, query, tiles, scopes, FORM)),
         ],
         [4, 4],
-        [184, 104],
+        [184, 104] if FORM.layout.behind else [176, 136],
     )  # fmt: skip
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()

@@ -1,8 +1,8 @@
 """The warps of `sparse_specialized.py` that get listed entries into shared memory, as bf16.
 
 Threads load entries into registers, dequantize and store them. A unit is 16 whole entries, eight
-threads an entry, and two are on their way while one is dequantized. Four threads have 64 latents of
-an entry, the next four those of another one, so that their stores meet in no bank.
+threads an entry, and `AHEAD` units are on their way while one is dequantized. Four threads have 64
+latents of an entry, the next four those of another one, so that their stores meet in no bank.
 """
 
 from collections import namedtuple
@@ -177,6 +177,7 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
     """The gathering warps: the query and all tiles of all items, in order."""
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
     PARTS: gl.constexpr = TILE // UNIT
+    AHEAD: gl.constexpr = 2 if form.layout.behind else 3
     items, done = 0, 0
     begin, end = items_of(work)
     is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
@@ -198,14 +199,20 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
         slots = load_slots(number + 1, item, scopes, first_end, form)
         soon = load_unit(locate(number + 1, slots, scopes, form), form)
         slots = load_slots(number + 2, item, scopes, first_end, form)
+        if AHEAD == 3:
+            then = load_unit(locate(number + 2, slots, scopes, form), form)
+            slots = load_slots(number + 3, item, scopes, first_end, form)
         for _ in range(count):
             buffer, phase = turn_of(done, BUFFERS)
             mbarrier.wait(tiles.free.index(buffer), phase ^ 1)
             for part in gl.static_range(PARTS):
                 # Behind the last unit nothing is listed, and nothing loaded.
-                entries = locate(number + part + 2, slots, scopes, form)
-                slots = load_slots(number + part + 3, item, scopes, first_end, form)
-                now, soon = soon, put(tiles, buffer, now, entries, part, form)
+                entries = locate(number + part + AHEAD, slots, scopes, form)
+                slots = load_slots(number + part + AHEAD + 1, item, scopes, first_end, form)
+                if AHEAD == 3:
+                    now, soon, then = soon, then, put(tiles, buffer, now, entries, part, form)
+                else:
+                    now, soon = soon, put(tiles, buffer, now, entries, part, form)
             fence_async_shared()
             common.barrier()
             mbarrier.arrive(tiles.full.index(buffer), count=1)
