@@ -115,7 +115,7 @@ def step(made, batch, length, kind):
 @pytest.mark.parametrize(
     "heads, cache, drafts, kind, decode",
     [
-        (16, "fp8", 0, "none", "mla_decode_few_rows"), (16, "auto", 1, "none", "mla_decode_hopper"),
+        (16, "fp8", 0, "none", "mla_decode_few_rows"), (8, "auto", 1, "none", "mla_decode_hopper"),
         (128, "fp8", 0, "group", "mla_decode_hopper_ws"),
     ],
 )  # fmt: skip
