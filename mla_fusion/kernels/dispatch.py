@@ -116,9 +116,11 @@ def fit(plan: Plan, depth: int, rotated: int, itemsize: int) -> Plan:
 
 @functools.lru_cache(maxsize=64)
 def _nearest(heads: int, fp8_query: bool, widths: Widths, here: Gpu) -> list[Row]:
-    """The rows of `prefer` for these widths and heads; else those of this GPU, else of its
-    architecture, with the nearest widths and, among those, the nearest heads by ratio; empty if
-    none was measured. Kept, because a warm-up asks for each number of tokens."""
+    """The rows to choose from; empty if none was measured.
+
+    Rows of `prefer` for these widths and heads go first. Else the rows of this GPU count, or of its
+    architecture if it has none: those of the nearest widths, and of the nearest heads by ratio. The
+    result is kept, because a warm-up asks for each number of tokens."""
     of = fp8_query, widths, heads
     if mine := [row for row in own.get(here.name, []) if (row.fp8, row.widths, row.heads) == of]:
         return mine

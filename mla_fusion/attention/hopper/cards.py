@@ -47,8 +47,10 @@ def decode(given: Inputs) -> Decline | None:
 
 def few_rows(given: Inputs) -> Decline | None:
     """Why `few_rows.py` does not: the tensor copy engine copies boxes of one page."""
-    if given.sparse is not None or given.rows not in OF_FEW[given.kv_cache.itemsize]:
-        return refused(f"it takes {OF_FEW} query rows (by bytes of a value), no lists of slots")
+    taken = OF_FEW[given.kv_cache.itemsize]
+    if given.sparse is not None or given.rows not in taken:
+        of = f"blocks of {taken.start} to {FEW_ROWS} query rows over {given.kv_cache.dtype}"
+        return refused(f"it takes {of}, no lists of slots")
     page_size, (block_stride, entry, _) = given.kv_cache.shape[1], given.kv_cache.stride()
     if page_size % SMALLEST_BOX or block_stride % entry:
         return refused(f"it copies {SMALLEST_BOX} tokens of a page or more, got {page_size}")

@@ -84,10 +84,11 @@ def mla_reduce(
 
 
 def reduction(tiles: int, rows: int, batch_invariant: bool = False) -> tuple[int, int, int]:
-    """Rows, splits and columns of a CTA that merges `tiles` tiles of `rows` query rows each: few
-    tiles have many splits, which are loaded at once. Measured on an H200, where a CTA has 16 bytes
-    of each of its rows and splits in a thread. The order of a row's sum depends on all three, so
-    they are the same for every step of a batch-invariant plan, those of a small batch."""
+    """Rows, splits and columns of a CTA, for `tiles` tiles of `rows` query rows each.
+
+    Few tiles have many splits, and a CTA loads them at once. The numbers are measured on an H200,
+    where a thread has 16 bytes of each row and split. The order of a row's sum depends on all
+    three, so every step of a batch-invariant plan has those of a small batch."""
     if tiles * rows <= 128 and not batch_invariant:
         return 1, 32, 256
     if tiles * rows <= 256 or batch_invariant:

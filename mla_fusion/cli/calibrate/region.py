@@ -139,7 +139,8 @@ def compile_all(regions: Sequence[Region], plans: Sequence[Iterable[Plan]]) -> N
 
 
 def works_of(region: Region, plans: Iterable[Plan]) -> list[functools.partial[Any]]:
-    """Launches of meta tensors like those of a region's first layer."""
+    """A launch for each plan. Its tensors are on the meta device, in the shapes of a region's first
+    layer."""
     given = region.calls[0]
     meta: dict[str, Any] = {
         name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -160,7 +161,7 @@ def measure(region: Region, plans: Iterable[Plan]) -> list[Found]:
 
 
 def right(found: Iterable[Found]) -> list[Found]:
-    """Those that agree with the reference, the fastest first."""
+    """The plans whose result agrees with the reference, the fastest first."""
     agree = (each for each in found if each[1][0] >= EQUAL and each[1][1] <= STEPS)
     return sorted(agree, key=lambda each: each[2]["p50_us"])
 
