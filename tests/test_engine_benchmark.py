@@ -246,10 +246,10 @@ def test_rows_name_the_all_reduce_that_vllm_tries_first(enabled, found, monkeypa
 
 def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
     """A case of V2-Lite takes 2 x 24 GB of a GPU, one of R1 2 x 10 or less."""
-    started, timed = [], []
+    started, timed, limits = [], [], []
     monkeypatch.setattr(engine_complete, "gpu_bytes", lambda: 100e9)
     monkeypatch.setattr(engine_complete, "start_ranks", started.append)
-    monkeypatch.setattr(engine_complete, "ready", lambda engines, end: {})
+    monkeypatch.setattr(engine_complete, "ready", lambda engines, end: limits.append(end) or {})
     monkeypatch.setattr(
         engine_complete,
         "timed",
@@ -259,7 +259,9 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         what="complete", gpus=2, ways=("",), only="", drafts=0, layers=0, arms="", seconds=99,
         multicast=False, graphs="PIECEWISE",
     )  # fmt: skip
+    end = time.time() + args.seconds
     assert [wrong for _, wrong in engine_complete.complete(args)] == [True] * 8  # none was ready
+    assert max(limits) < end - 20  # one that hangs leaves time for the others
     assert timed == [
         *((f"deepseek-v2-lite fp8 {kind}2", 4) for kind in ("tp", "dp")),
         *((f"deepseek-r1-deep fp8 {drafts}tp2", 14) for drafts in ("", "mtp-1 ")),
