@@ -37,6 +37,7 @@ REGION = RESULTS / "region_h200.csv"
 # A decode and the product with W_UV behind it.
 STEPS = RESULTS / "step_h200.csv"
 AUTO = RESULTS / "complete_auto_h200.csv"
+RANKS = RESULTS / "complete_ranks_h200.csv"
 SERVE = RESULTS / "serve_vllm033_h200.csv"
 
 Row = dict[str, str]
@@ -47,6 +48,8 @@ MODELS = {
     "deepseek-r1-tp8": "R1 in block fp8, one rank of 8",
     "deepseek-r1-bf16": "R1 in bf16, one rank of 8",
     "r1-dp": "R1 with 128 heads",
+    "deepseek-r1-deep": "R1, 16 heads a rank",
+    "r1-ep": "R1, 128 heads, 16 experts",
 }
 # A dark page: the colours of mla_fusion/report/svg.css in place of matplotlib's.
 DARK = """<style>svg { background: #ffffff }
@@ -128,6 +131,26 @@ def complete_table(points: dict[tuple[str, ...], Steps]) -> list[str]:
     return lines
 
 
+def ranks_table(rows: list[Row]) -> list[str]:
+    """The change of a step of several GPUs with the flag, in percent, by batch of an engine: GPU
+    time on each rank; by the clock."""
+    points: dict[str, dict[int, str]] = {}
+    for r in [row for row in rows if row["arm"] == "auto"]:
+        way = next((way for way in ("dcp", "dp") if r.get(way)), "tp").upper() + r["gpus"]
+        marks = "1 draft" * bool(r.get("drafts")), "fused with norms" * bool(r.get("multicast"))
+        told = MODELS[r["model"]], f"{r['layers']} layers", way, *marks, r["vllm"]
+        name = ", ".join(filter(None, (*told, r.get("all_reduce"), r["commit"])))
+        ranks = [r[column] for column in r if re.fullmatch(r"gpu\d*_change", column)]
+        gpu = "/".join(f"{float(change):+.1f}" for change in filter(None, ranks))
+        points.setdefault(name, {})[int(r["batch"])] = f"{gpu}; {float(r['wall_change']):+.1f}"
+    batches = sorted({batch for cells in points.values() for batch in cells})
+    head = ["model, vLLM, all-reduce, commit", *(f"batch {batch}" for batch in batches)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, cells in points.items():
+        lines.append(f"| {' | '.join([name, *(cells.get(b, 'not run') for b in batches)])} |")
+    return lines
+
+
 def serve_table(rows: list[Row]) -> list[str]:
     """Medians of the rounds (least to most) by load: without and with the flag, and a word where
     their ranges overlap."""
@@ -182,6 +205,7 @@ def tables() -> dict[str, list[str]]:
         "region": region_table(read(REGION)),
         "readme": complete_table(newest()),
         "complete-auto": complete_table(steps(read(AUTO))),
+        "ranks": ranks_table(read(RANKS)),
         "serve": serve_table(read(SERVE)),
         "attention-means": attention_means(read(STEPS)),
     }
