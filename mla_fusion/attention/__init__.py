@@ -120,6 +120,7 @@ def persistent_mla_decode(
     block_table: torch.Tensor, softmax_scale: float, q_scale: torch.Tensor | None = None,
     kv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None,
     return_lse: bool = False, epilogue: Epilogue | None = None, provider: str = "auto",
+    kept: list[Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention of absorbed decode queries over the latent cache, causal at its end.
 
@@ -151,6 +152,9 @@ def persistent_mla_decode(
             w_uv's type for latents. Its rows after the last sequence of the plan are read: the
             product of each is the row of `epilogue.out`.
         provider: who computes it, one of `PROVIDERS`, or "auto": the first of its planner's.
+        kept: an empty list for calls that make the same launches again, unchecked: for tensors at
+            the same addresses, which they do not keep alive, and a plan as `fresh` as it is now. It
+            stays empty if torch or AITER computes a part.
 
     Returns:
         (out, or `epilogue.out` with an epilogue; lse [T, H] fp32, or None unless asked for).
@@ -179,8 +183,9 @@ def persistent_mla_decode(
         out = q.new_empty((*q.shape[:2], plan.settings.v_head_dim), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     given = Inputs(
-        q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse, epilogue
-    )
+        q, kv_cache, plan, block_table, softmax_scale, q_scale, kv_scale, out, lse, epilogue,
+        kept=kept,
+    )  # fmt: skip
     validate(given)
     module.persistent_mla_decode(given)
     return out if epilogue is None else epilogue.out, lse

@@ -247,11 +247,11 @@ def weights(layer: Any) -> Weights:
     """The weights of an MLA layer as they are now: a reload may put other tensors there."""
     formats = ("fp4", "fp8")  # in vLLM's precedence
     packed = next((k for k in formats if getattr(layer, f"is_aiter_triton_{k}_bmm_enabled", 0)), "")
-    return Weights(packed, _plain(layer, "W_UK_T"), None if packed else _plain(layer, "W_UV"))
+    return Weights(packed, plain(layer, "W_UK_T"), None if packed else plain(layer, "W_UV"))
 
 
-def _plain(layer: Any, name: str) -> torch.Tensor | None:
-    """Up to 0.33 a tensor has this name; vllm#55741 (open) has an object with it as `weight`."""
+def plain(layer: Any, name: str) -> torch.Tensor | None:
+    """W_UK_T or W_UV if it is a plain tensor; vllm#55741 (open) has one with a `weight`."""
     kept = getattr(layer, name, None)
     weight = getattr(kept, "weight", kept)
     plain = isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1

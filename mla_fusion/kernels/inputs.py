@@ -12,6 +12,7 @@ class Inputs(NamedTuple):
 
     derived: an engine's `mla_fusion.runtime.tables`, where a provider keeps what it makes of the
     cosines and sines, each with a `refresh()`; without it each call makes them.
+    kept: an empty list for calls that make the same launch again, if the provider only launches.
     A NamedTuple: each layer of a step makes one, and a frozen dataclass takes 4 times as long."""
 
     q: torch.Tensor
@@ -32,6 +33,7 @@ class Inputs(NamedTuple):
     kv_norm_weight: torch.Tensor | None = None
     kv_norm_epsilon: float = 0.0
     batch_invariant: bool = False
+    kept: list[Any] | None = None
 
 
 def padded_batch(

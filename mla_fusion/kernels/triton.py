@@ -15,6 +15,7 @@ from mla_fusion.kernels.arithmetic import FP8_DTYPES, next_power_of_two
 from mla_fusion.kernels.card import TRITON, Widths, triton_widths
 from mla_fusion.kernels.dispatch import Plan
 from mla_fusion.kernels.inputs import Inputs
+from mla_fusion.kernels.launches import Launch
 
 
 def require() -> None:
@@ -151,7 +152,9 @@ def fused_mla_decode_prep(inputs: Inputs, plan: Plan | None = None) -> torch.Ten
     plan = dispatch.fit(plan, _pad(widths.nope), _pad(widths.rope), q.element_size())
     programs = -(-tokens // plan.cache_tokens) + -(-tokens * heads // plan.rope_rows)
     tiles = -(-widths.latent // plan.block_n) * -(-tokens // (plan.block_m * plan.m_tiles))
-    triton_kernels.mla_prep[programs + heads * tiles,](**launch_arguments(plan, inputs))
+    kernel, given = triton_kernels.mla_prep, launch_arguments(plan, inputs)
+    options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+    Launch(kernel, (programs + heads * tiles,), given, options).start(inputs.kept)
     return q_out
 
 

@@ -21,10 +21,11 @@ from mla_fusion import kernels, ops
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import arithmetic
 from mla_fusion.kernels.inputs import Inputs, padded_batch
+from mla_fusion.kernels.launches import places
 from mla_fusion.ops import Quantization, Rope, Variant
 from mla_fusion.runtime import layer_state, projection, tables
 from mla_fusion.runtime.output import QuantizedOutput
-from mla_fusion.runtime.step_plan import StepPlan
+from mla_fusion.runtime.step_plan import StepPlan, cache_view, typed_cache
 
 
 def is_decode_only(metadata: Any) -> bool:
@@ -68,19 +69,28 @@ def fused_decode_prep(
         )
     if rows < prepared_q.shape[0]:
         prepared_q[rows:].zero_()
-    derived = layer_state.of(layer).tables
+    state = layer_state.of(layer)
     if cos_sin_cache is not None:
-        cos_sin_cache = tables.in_type(derived, cos_sin_cache, rope, q.dtype)
+        cos_sin_cache = tables.in_type(state.tables, cos_sin_cache, rope, q.dtype)
+    key = is_neox, kv_norm_epsilon, places(
+        q, kv_c, k_pe, prepared_q, positions, cos_sin_cache, q_factor, slot_mapping, kv_cache,
+        k_scale, layer._q_scale, vllm_compat.plain(layer, "W_UK_T"), kv_norm_weight,
+    )  # fmt: skip
     try:
+        if state.kept.repeat(key):
+            return
+        made: list[Any] = []
         inputs = Inputs(
             q[:rows], _absorb_weight(layer), kv_c[:rows], k_pe[:rows].squeeze(1),
-            _cache_view(layer, kv_cache), slot_mapping,
+            cache_view(layer, kv_cache), slot_mapping,
             slot_mapping if positions is None else positions[:rows], cos_sin_cache, k_scale,
             layer._q_scale, is_neox, prepared_q[:rows],
             None if q_factor is None else q_factor[:rows],
-            vllm_compat.context_parallel_ranks(layer) > 1, derived, kv_norm_weight, kv_norm_epsilon,
+            vllm_compat.context_parallel_ranks(layer) > 1, state.tables, kv_norm_weight,
+            kv_norm_epsilon, kept=made,
         )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
+        state.kept.keep(key, made)
     except Exception as error:
         _explain(error, provider, f"in a decode step of {rows} rows, in layer {layer.layer_name}")
         raise
@@ -188,17 +198,17 @@ def _attention(
         if quantized is not None:
             quantized.quantize(output)
         return
-    rows = metadata.num_actual_tokens
-    query = prepared_q[:rows]
     state = layer_state.of(layer)
     if state.plan is not None and state.plan.serves(metadata):
-        cache, weight = _cache_view(layer, kv_cache), state.value_weight(layer)
-        state.plan.decode(query, cache, metadata, layer, weight, output, quantized)
+        weight, kept = state.value_weight(layer), state.kept
+        state.plan.decode(prepared_q, kv_cache, metadata, layer, kept, weight, output, quantized)
         return
+    rows = metadata.num_actual_tokens
+    query = prepared_q[:rows]
     shared = vllm_compat.context_parallel_ranks(layer) > 1
     if shared:
         query = vllm_compat.gather_query_heads(layer, query)
-    attended, lse = layer.impl.forward_mqa(query, _typed_cache(layer, kv_cache), metadata, layer)
+    attended, lse = layer.impl.forward_mqa(query, typed_cache(layer, kv_cache), metadata, layer)
     if shared:
         attended = vllm_compat.combine_context_parallel(layer, attended, lse, metadata)
     layer._v_up_proj(attended, out=output[:rows])
@@ -256,7 +266,7 @@ def batches(
                 dtype = getattr(torch, variant.table_dtype)
                 table = torch.zeros((1, variant.rope_dim), dtype=dtype, device=weight.device)
             yield functools.partial(
-                padded_batch, w_uk_t=weight, kv_cache=_cache_view(layer, cache_of(layer)),
+                padded_batch, w_uk_t=weight, kv_cache=cache_view(layer, cache_of(layer)),
                 cos_sin_cache=table, k_scale=layer._k_scale, q_scale=layer._q_scale,
                 rope_dim=variant.rope_dim, is_neox=variant.is_neox,
                 q_dtype=getattr(torch, variant.query_dtype),
@@ -278,7 +288,7 @@ def warm_up_attention(layers: Mapping[str, Any], quantizations: Iterable[str] = 
     cached = {name: layer for name, layer in layers.items() if layer.kv_cache.numel()}
     for plan, layer, weight in planned(cached):
         try:
-            plan.warm_up(_cache_view(layer, layer.kv_cache), layer, weight, quantizations)
+            plan.warm_up(cache_view(layer, layer.kv_cache), layer, weight, quantizations)
         except Exception as error:
             error.add_note(
                 f"mla_fusion: the persistent decode of {plan.executor} failed to prepare its "
@@ -309,15 +319,3 @@ def _absorb_weight(layer: Any) -> Any:
 
         return PackedWeight(found.packed, layer.W_K, layer.W_K_scale)
     return found.w_uk
-
-
-def _typed_cache(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
-    """vLLM keeps an fp8 cache as bytes; kernels want the platform's fp8 type."""
-    fp8 = layer.kv_cache_dtype.startswith("fp8")
-    return kv_cache.view(vllm_compat.fp8_dtype()) if fp8 else kv_cache
-
-
-def _cache_view(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
-    """The cache as [blocks, block_size, L + R]; some releases keep a head dimension of one."""
-    cache = _typed_cache(layer, kv_cache)
-    return cache.squeeze(1) if cache.dim() == 4 else cache

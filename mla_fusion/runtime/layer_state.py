@@ -10,6 +10,7 @@ import torch
 
 from mla_fusion import attention, logger
 from mla_fusion.config import eligibility, vllm_compat
+from mla_fusion.kernels.launches import Kept
 from mla_fusion.runtime.decode_choice import Choice, choose
 from mla_fusion.runtime.engine import Engine
 from mla_fusion.runtime.step_plan import StepPlan
@@ -28,18 +29,20 @@ class LayerState:
         plan: the plan of the persistent decode, shared by layers of one shape; None if vLLM's
             backend decodes every step.
         tables: cosines and sines in the forms of `runtime.tables`, shared by all layers.
+        kept: the launches of its ops.
     """
 
     facts: eligibility.LayerFacts | None = None
     choice: Choice = field(default_factory=Choice)
     plan: StepPlan | None = None
     tables: dict[Any, Any] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept, compare=False)
 
     def value_weight(self, layer: Any) -> torch.Tensor | None:
         """W_UV [H, L, V] if the decode of this layer multiplies with it itself. It is read in each
         step: a reload may put another tensor there."""
         fused = self.plan is not None and self.facts is not None and not self.facts.plain_output
-        return vllm_compat.weights(layer).w_uv if fused else None
+        return vllm_compat.plain(layer, "W_UV") if fused else None
 
 
 _without_plugin: WeakKeyDictionary[Any, LayerState] = WeakKeyDictionary()

@@ -36,16 +36,16 @@ class QuantizedOutput:
         return cls(values, scale, spelling)
 
     def epilogue(self, w_uv: torch.Tensor, rows: int) -> Epilogue:
-        """The epilogue that writes the first `rows` rows; the others, padding, become zero."""
-        values, scale = self.values, self.scale
-        if not in_groups(self.spelling.kind):
-            scale = scale.view(1)
-        elif rows < len(values):
-            scale[rows:].zero_()
-            scale = scale[:rows]
-        if rows < len(values):
-            values[rows:].view(torch.uint8).zero_()
-        return Epilogue(w_uv, values[:rows], scale, self.spelling == Quantization.GROUP_UE8M0)
+        """The epilogue that writes the first `rows` rows."""
+        scale = self.scale[:rows] if in_groups(self.spelling.kind) else self.scale.view(1)
+        return Epilogue(w_uv, self.values[:rows], scale, self.spelling == Quantization.GROUP_UE8M0)
+
+    def clear_padding(self, rows: int) -> None:
+        """Zero what an epilogue of `rows` rows does not write."""
+        if rows < len(self.values):
+            self.values[rows:].view(torch.uint8).zero_()
+            if in_groups(self.spelling.kind):
+                self.scale[rows:].zero_()
 
     def quantize(self, output: torch.Tensor) -> None:
         """Quantize all rows of `output` [T, H * V] by what the unfused graph called, a native one

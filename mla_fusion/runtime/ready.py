@@ -112,10 +112,8 @@ def _warm_up(
 ) -> None:  # fmt: skip
     """Launch what a plan with these settings launches, of meta tensors."""
     one = torch.ones((), device="meta")
-    impl, product = SimpleNamespace(scale=scale), lambda attended, out: None
-    layer = SimpleNamespace(
-        impl=impl, v_head_dim=values, _q_scale=one, _k_scale=one, _v_up_proj=product
-    )
+    impl = SimpleNamespace(scale=scale)
+    layer = SimpleNamespace(impl=impl, v_head_dim=values, _q_scale=one, _k_scale=one)
     plan = attention.PersistentDecodePlan.allocate(**settings)
     StepPlan(plan, out, Choice()).warm_up(cache, layer, weight, kinds)
 

@@ -18,6 +18,7 @@ import torch
 from mla_fusion import attention, gpu
 from mla_fusion.attention.plan.epilogue import GROUP, in_groups
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels.launches import Kept, places
 from mla_fusion.runtime.decode_choice import Choice
 from mla_fusion.runtime.output import QuantizedOutput
 
@@ -66,18 +67,34 @@ class StepPlan:
         return chosen and rows <= self.plan.settings.max_query_len
 
     def decode(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any, kept: Kept,
         weight: torch.Tensor | None, output: torch.Tensor,
         quantized: QuantizedOutput | None = None,
     ) -> None:  # fmt: skip
-        """Write what follows from the prepared query [rows, H, L + R] of a decode-only batch into
+        """Write what follows from the prepared query [T, H, L + R] of a decode-only batch into
         `output` [T, H * V], or into `quantized`: its attention, times W_UV. The decode multiplies
         with `weight` [H, L, V] itself; None leaves the product to the layer."""
-        self._refresh(metadata, q.shape[0], int(metadata.max_query_len))
-        if self.plan.aiter is not None:
+        rows, plan, table = metadata.num_actual_tokens, self.plan, metadata.decode.block_table
+        self._refresh(metadata, rows, int(metadata.max_query_len))
+        if plan.aiter is not None:
             # Of vLLM's backend for AITER, whose graphs find it at one address.
-            self.plan.aiter.listed = getattr(metadata.decode, "paged_kv_indices", None)
-        self._attend(q, kv_cache, layer, weight, metadata.decode.block_table, output, quantized)
+            plan.aiter.listed = getattr(metadata.decode, "paged_kv_indices", None)
+        values, scale = (quantized.values, quantized.scale) if quantized else (None, None)
+        used = q, kv_cache, table, layer._q_scale, layer._k_scale, weight, output, values, scale
+        key = rows, plan.fresh, places(*used)
+        if quantized is not None and weight is not None:
+            quantized.clear_padding(rows)
+        if kept.repeat(key):
+            plan.fresh = False
+        else:
+            made: list[Any] = []
+            cache = cache_view(layer, kv_cache)
+            self._attend(q[:rows], cache, layer, weight, table, output, quantized, made)
+            kept.keep(key, made)
+        if weight is None:
+            layer._v_up_proj(self.out[:rows], out=output[:rows])
+            if quantized is not None:
+                quantized.quantize(output)
 
     def _refresh(self, metadata: Any, tokens: int, max_query_len: int) -> None:
         """Plan the decode rows of a forward pass, the first `tokens`, unless a layer has."""
@@ -120,30 +137,27 @@ class StepPlan:
 
     def _decode(
         self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, block_table: torch.Tensor,
-        epilogue: attention.Epilogue | None = None,
+        epilogue: attention.Epilogue | None = None, kept: list[Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = self.out[: q.shape[0]]
         attention.persistent_mla_decode(
             q, kv_cache, self.plan, block_table=block_table, softmax_scale=layer.impl.scale,
             q_scale=layer._q_scale.view(1), kv_scale=layer._k_scale.view(1), out=out,
-            epilogue=epilogue,
+            epilogue=epilogue, kept=kept,
         )  # fmt: skip
         return out
 
     def _attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, layer: Any, weight: torch.Tensor | None,
         block_table: torch.Tensor, output: torch.Tensor, quantized: QuantizedOutput | None,
+        kept: list[Any] | None = None,
     ) -> None:  # fmt: skip
         rows, epilogue = q.shape[0], None
         if weight is not None and quantized is not None:
             epilogue = quantized.epilogue(weight, rows)
         elif weight is not None:
             epilogue = attention.Epilogue(weight, output[:rows])
-        out = self._decode(q, kv_cache, layer, block_table, epilogue)
-        if epilogue is None:
-            layer._v_up_proj(out, out=output[:rows])
-            if quantized is not None:
-                quantized.quantize(output)
+        self._decode(q, kv_cache, layer, block_table, epilogue, kept)
 
     def warm_up(
         self, kv_cache: torch.Tensor, layer: Any, weight: torch.Tensor | None,
@@ -177,3 +191,15 @@ class StepPlan:
                 quantized = QuantizedOutput.for_warm_up(output, kind, fp8)
                 self._attend(q, kv_cache, layer, weight, table, output, quantized)
         self._planned = (None, None)
+
+
+def typed_cache(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
+    """vLLM keeps an fp8 cache as bytes; kernels want the platform's fp8 type."""
+    fp8 = layer.kv_cache_dtype.startswith("fp8")
+    return kv_cache.view(vllm_compat.fp8_dtype()) if fp8 else kv_cache
+
+
+def cache_view(layer: Any, kv_cache: torch.Tensor) -> torch.Tensor:
+    """The cache as [blocks, block_size, L + R]; some releases keep a head dimension of one."""
+    cache = typed_cache(layer, kv_cache)
+    return cache.squeeze(1) if cache.dim() == 4 else cache

@@ -98,7 +98,7 @@ def test_only_addressed_slots_change():
 )
 def test_wrong_arguments_are_named(name, value):
     inputs = {"provider": "reference", **cases.build(cases.Case())._asdict(), name: value}
-    del inputs["derived"]  # an engine's
+    del inputs["derived"], inputs["kept"]  # an engine's
     with pytest.raises(ValueError, match=f"{name} must be"):
         kernels.fused_mla_decode_prep(**inputs)
 

@@ -16,7 +16,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import reference
 from mla_fusion.ops import Rope
 from mla_fusion.report import Variant
-from mla_fusion.runtime import layer_state, tables
+from mla_fusion.runtime import layer_state, step_plan, tables
 from tests.passes.fake_engine import DECODE, MIXED, Batch, Engine, Layer
 from tests.passes.graphs import HEADS, LATENT, MAX_POSITION, NOPE, ROPE, VALUE, Spec, layer_names
 
@@ -220,10 +220,10 @@ def test_cache_with_and_without_a_head_dimension(shape):
     """The dimension of three is that of the entries of a block, also of one entry."""
     cache = torch.randn(shape)
     plain, fp8 = (SimpleNamespace(kv_cache_dtype=each) for each in ("auto", "fp8"))
-    view = runtime._cache_view(plain, cache)
+    view = step_plan.cache_view(plain, cache)
     assert view.shape == (shape[0], *shape[-2:])
     assert view.data_ptr() == cache.data_ptr()
-    assert runtime._cache_view(fp8, cache.view(torch.uint8)).dtype is FP8
+    assert step_plan.cache_view(fp8, cache.view(torch.uint8)).dtype is FP8
 
 
 VARIANTS = (

@@ -32,7 +32,7 @@ class Watch:
         self._homes, self._contexts, self._metadata = {}, [], None
 
     def __enter__(self):
-        from mla_fusion.runtime.step_plan import StepPlan
+        from mla_fusion.runtime.step_plan import StepPlan, cache_view
 
         watch, stock_init, stock_decode = self, StepPlan.__init__, StepPlan.decode
 
@@ -49,7 +49,8 @@ class Watch:
             stock_decode(self, q, kv_cache, metadata, layer, *outputs)
             watch._metadata = None
             assert _homes(self.plan) == watch._homes[self.plan], "a buffer of the plan moved"
-            watch.check_output(q, kv_cache, metadata, layer, self.out[: len(q)])
+            q, cache = q[: metadata.num_actual_tokens], cache_view(layer, kv_cache)
+            watch.check_output(q, cache, metadata, layer, self.out[: len(q)])
 
         self._patch = mock.patch.multiple(StepPlan, __init__=init, decode=decode)
         self._patch.start()

@@ -39,7 +39,8 @@ class Sparse:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of a dense or sparse decode, with `out` and, if wanted, `lse` allocated."""
+    """The arguments of a dense or sparse decode, with `out` and, if wanted, `lse` allocated. kept:
+    see `persistent_mla_decode`."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -53,6 +54,7 @@ class Inputs:
     epilogue: Epilogue | None = None
     layout: CacheLayout | None = None
     sparse: Sparse | None = None
+    kept: list[Any] | None = None
 
     @property
     def rows(self) -> int:

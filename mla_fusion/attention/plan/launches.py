@@ -1,34 +1,15 @@
-"""Launches by the names of a kernel's parameters, and the arguments that decode kernels share.
+"""The arguments that decode kernels share.
 
 Strides are in elements.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import CacheLayout
-
-
-class Launch(NamedTuple):
-    """The launch of a kernel. grid: CTAs in each dimension. arguments: by the names of the kernel's
-    parameters, constants too; other names are left out. options: Triton's."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    @property
-    def positional(self) -> list[Any]:
-        """The arguments in the order of the kernel's parameters."""
-        return [self.arguments[name] for name in self.kernel.arg_names]
-
-    def start(self) -> None:
-        """Launch the kernel on the current stream; nothing is waited for."""
-        # By position: Triton copies keywords three times, 4 us for 30 of them.
-        self.kernel[self.grid](*self.positional, **self.options)
+from mla_fusion.kernels.launches import Launch as Launch
 
 
 @dataclasses.dataclass(frozen=True)

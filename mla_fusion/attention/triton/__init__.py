@@ -69,7 +69,7 @@ def launch(given: Inputs) -> None:
 
 def decode(given: Inputs) -> None:
     """The launch of the decode kernel: splits, and the latents of sequences without any."""
-    cards.chosen(gpu.of(given.q.device), given).module.launch_of(given).start()
+    cards.chosen(gpu.of(given.q.device), given).module.launch_of(given).start(given.kept)
 
 
 def merge(given: Inputs) -> None:
@@ -77,7 +77,7 @@ def merge(given: Inputs) -> None:
     # Imported when launched: a kernel needs Triton.
     from mla_fusion.attention.triton import reduce_kernel
 
-    reduce_kernel.launch_of(given).start()
+    reduce_kernel.launch_of(given).start(given.kept)
 
 
 def product_card(given: Inputs) -> Card | None:
@@ -92,7 +92,9 @@ def multiply(given: Inputs) -> None:
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
     if card := product_card(given):
-        return card.module.launch_of(given).start()
+        return card.module.launch_of(given).start(given.kept)
+    if given.kept is not None:
+        given.kept.clear()  # torch's launch is not among them
     (heads, _, values), product = epilogue.w_uv.shape, epilogue.out
     if epilogue.scale is not None:
         # torch.bmm cannot write fp8. Under capture this comes from the graph's own pool.
