@@ -200,7 +200,7 @@ class Choice:
             return self.served(*args)
         context = vllm_compat.forward_context()
         pieces = context.cudagraph_runtime_mode.name == "PIECEWISE"
-        if _starting and context.attn_metadata is None and self._decodes_in_pieces():
+        if _starting and self._runs_both():
             # So vLLM captures pieces, on all ranks at once.
             self._run(args)
             if pieces:
@@ -209,6 +209,12 @@ class Choice:
         ready = not pieces or context.batch_descriptor in self.captured
         decodes = ready and self._is_decode_step(context.attn_metadata)
         return self._run(args) if decodes else self.served(*args)
+
+    def _runs_both(self) -> bool:
+        """Whether pieces of both graphs are captured, and this is not the capture of a full one."""
+        from mla_fusion.kernels import capture
+
+        return self._decodes_in_pieces() and not capture.capturing()
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         with _partitions_captured(self.vllm_config):

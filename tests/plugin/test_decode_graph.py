@@ -14,6 +14,7 @@ from vllm.config import CUDAGraphMode
 
 from mla_fusion import ops, runtime
 from mla_fusion.config import vllm_compat
+from mla_fusion.kernels import capture
 from mla_fusion.passes import layers
 from mla_fusion.plugin import decode_graph
 
@@ -105,13 +106,16 @@ def test_a_decode_step_runs_the_decode_graph_and_any_other_vllms(
         ("FULL_DECODE_ONLY", 1, False),
     ],
 )
+@pytest.mark.parametrize("decoded", [None, 4])  # of the runners V1 and V2
 def test_pieces_of_both_graphs_are_captured_where_decode_steps_may_replay_them(
-    choice, mode, drafts, both
+    choice, monkeypatch, mode, drafts, both, decoded
 ):
     make, run = choice
     chosen = make(mode, drafts)
     with decode_graph.starting():
-        captured = run(chosen, 4, None, "PIECEWISE")
+        captured = run(chosen, 4, decoded, "PIECEWISE")
+        monkeypatch.setattr(capture, "capturing", lambda: True)
+        assert run(chosen, 4, 4) == ["decode"]  # a full graph
     assert captured == ["decode"] * both + ["vLLM's"]
     assert run(chosen, 4, None, "PIECEWISE") == ["vLLM's"]  # an idle rank, later
     assert run(chosen, 4, 4, "PIECEWISE") == ["decode" if both else "vLLM's"]
