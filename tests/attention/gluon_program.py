@@ -116,7 +116,7 @@ class Program:
     def gl_zeros(self, shape, dtype, layout=None):
         return self.gl_full(shape, 0.0, dtype, layout)
 
-    def gl_load(self, pointer, mask=None, other=None):
+    def gl_load(self, pointer, mask=None, other=None, eviction_policy=None):
         if pointer.storage.data_ptr() not in self.plan:
             self.behind("more than the plan is read")
         return Tensor(pointer.read(mask, other))

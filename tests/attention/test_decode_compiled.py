@@ -106,6 +106,16 @@ def test_tiles_of_two_boxes(heads, dtype):
     assert result.shared <= LDS["sm_90"], result
 
 
+@pytest.mark.parametrize("module", [decode, few_rows, warp_specialized])
+def test_plan_and_block_table_stay_in_l2(module):
+    launch = launch_of("sm_90", module, 64 if module is warp_specialized else 16, FN)
+    code = compile_kernel("sm_90", launch.kernel, launch.positional, launch.options).asm["ptx"]
+    # 32-bit integers alone are read one by one; two scales too.
+    plain, kept = (len(re.findall(rf"ld\.global{hint}\.b32", code))
+                   for hint in ("", r"\S*L2::cache_hint"))  # fmt: skip
+    assert kept >= 10 and plain <= 3, (plain, kept)
+
+
 CASES = [(decode, heads, dtype, sparse) for heads in (16, 64) for dtype in (BF16, FN)
          for sparse in (False, True)]  # fmt: skip
 

@@ -48,24 +48,30 @@ Item = namedtuple(
 
 
 @gluon.jit
+def load_kept(pointer):
+    """A number of the plan or of a block table. L2 keeps it while caches stream through."""
+    return gl.load(pointer, eviction_policy="evict_last")
+
+
+@gluon.jit
 def items_of(work):
     """The first work item of this CTA, and the one behind its last."""
-    begin = gl.load(work.indptr + gl.program_id(0))
-    return begin, gl.load(work.indptr + gl.program_id(0) + 1)
+    begin = load_kept(work.indptr + gl.program_id(0))
+    return begin, load_kept(work.indptr + gl.program_id(0) + 1)
 
 
 @gluon.jit
 def read_item(work, number, form: gl.constexpr):
     """Work item `number` of the plan: a row of work_info_set."""
     info = work.info + 8 * number
-    tile_index = gl.load(info)
-    partial = gl.load(info + 1)
-    query = gl.load(info + 2)
-    count = gl.load(info + 3) - query
-    kv_start = gl.load(info + 4)
-    kv_end = gl.load(info + 5)
-    after = gl.load(info + 6)
-    kv_base = gl.load(info + 7)
+    tile_index = load_kept(info)
+    partial = load_kept(info + 1)
+    query = load_kept(info + 2)
+    count = load_kept(info + 3) - query
+    kv_start = load_kept(info + 4)
+    kv_end = load_kept(info + 5)
+    after = load_kept(info + 6)
+    kv_base = load_kept(info + 7)
     sequence, block = tile_index // form.FOLD, tile_index % form.FOLD
     first_head = block * form.HEADS
     token = ((query - block * count) // form.FOLD).to(gl.int64)

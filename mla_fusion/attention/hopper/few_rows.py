@@ -55,7 +55,8 @@ def copy(work, tiles, latents, rotated, block_rows, form: gl.constexpr):
             for i in gl.static_range(0, TILE, BOX):
                 # Behind the end of the item another box stands in.
                 token = gl.minimum(t * TILE + i, item.end - 1) // BOX * BOX
-                row = gl.load(item.table + token // form.PAGE) * block_rows + token % form.PAGE
+                row = common.load_kept(item.table + token // form.PAGE) * block_rows
+                row += token % form.PAGE
                 if i == 0:
                     mbarrier.wait(tiles.free.index(at), (done // BUFFERS & 1) ^ 1)
                     mbarrier.expect(full, SIZE)

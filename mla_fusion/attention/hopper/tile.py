@@ -94,7 +94,7 @@ def start_copy(buffers, at, copies, tile, end, first_end, form: gl.constexpr, BU
         if token < end:
             BITS: gl.constexpr = buffer.keys.dtype.primitive_bitwidth
             mbarrier.expect(arrived, TILE * (form.L + form.R) * BITS // 8)
-            row = gl.load(copies.first.table + token // form.PAGE) * copies.block_rows
+            row = common.load_kept(copies.first.table + token // form.PAGE) * copies.block_rows
             row += token % form.PAGE
             tma_load(copies.latents, [row, 0], arrived, buffer.keys)
             tma_load(copies.rotated, [row, form.L], arrived, buffer.ropes)

@@ -92,7 +92,8 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
                 items += 1
         for t in range(first, first + count):
             token = t * TILE
-            row = gl.load(item.table + token // form.PAGE) * block_rows + token % form.PAGE
+            row = common.load_kept(item.table + token // form.PAGE) * block_rows
+            row += token % form.PAGE
             buffer, phase = turn_of(done, BUFFERS)
             mbarrier.wait(tiles.left_free.index(buffer), phase ^ 1)
             full = tiles.left_full.index(buffer)
