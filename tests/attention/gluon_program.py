@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from tests.attention.gluon_ptx import assemble
-from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, poison, raw, storage
+from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, overlap, poison, raw, span
 
 # What no kernel in front writes: the plan, whose kernel ends before, and a scale.
 PLAN = ("work_indptr_ptr", "work_info_ptr", "scale_ptr")
@@ -40,7 +40,7 @@ class Program:
     """
 
     hopper = ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")
-    own = ("gl", "barrier", *hopper)
+    own = ("gl", "barrier", "async_copy", "async_load", *hopper)
 
     def __init__(self):
         self.program, self.grid = (0, 0), (1, 1)
@@ -56,11 +56,41 @@ class Program:
         mine |= {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("gl_")}
         self.gl = types.SimpleNamespace(**vars(gl) | mine)
         self.namespaces = {}
+        self.groups, self.open = [], []  # asynchronous copies
+        self.async_copy = types.SimpleNamespace(
+            commit_group=self.commit_group, wait_group=self.wait_group
+        )
 
     # The kernel in front
 
     def behind(self, what):
         assert not self.pdl or self.threads() in self.waited, f"{what} before the kernel in front"
+
+    # Asynchronous copies
+
+    def async_load(self, target, pointer, mask=None):
+        """A copy that lands later; zeros where the mask says no."""
+        self.behind("a copy is started")
+        shape = torch.broadcast_shapes(pointer.offset.shape, raw(mask).shape)
+        vector = 16 // pointer.storage.dtype.itemsize
+        if len(shape) == 2 and shape[1] >= vector:
+            first = pointer.offset.expand(shape)[raw(mask).expand(shape)][::vector]
+            assert not (first % vector).any(), "a copy that is not aligned"
+        value = pointer.read(mask, 0)
+        assert list(value.shape) == target.shape
+        self.stored(target.data)
+        poison(target.data)
+        self.open.append((target.data, value))
+
+    def commit_group(self):
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, outstanding):
+        while len(self.groups) > outstanding:
+            for target, value in self.groups.pop(0):
+                target.copy_(value)
+                self.stored(target)
 
     # What products may read
 
@@ -72,7 +102,7 @@ class Program:
         return Tensor(data.clone(), layout)
 
     def stored(self, data):
-        self.unfenced.add((self.threads(), storage(data)))
+        self.unfenced.add((self.threads(), span(data)))
 
     def fence_async_shared(self):
         """Writes so far are seen by products of the same thread."""
@@ -86,7 +116,7 @@ class Program:
 
     def is_early(self, data):
         """Whether products may not read shared memory, nor the copy engine write it."""
-        return any(storage(data) == each for _, each in self.unfenced | self.unseen)
+        return any(overlap(span(data), each) for _, each in self.unfenced | self.unseen)
 
     def check_operands(self, a, b):
         """Refuse operands of a product that it may not read, or of two types."""
@@ -204,6 +234,9 @@ class Program:
         return value
 
     def ended(self):
+        """A program has ended, and has waited for its copies."""
+        assert not self.open and not any(self.groups), "a copy that nothing waited for"
+        self.groups.clear()
         for each in (self.unfenced, self.unseen, self.waited):
             each.clear()
 

@@ -134,8 +134,17 @@ def poison(data):
     data.copy_(torch.full(data.shape, filler).to(data.dtype))
 
 
-def storage(data):
-    return data.untyped_storage().data_ptr()
+def span(data):
+    """Where a view of shared memory is: its allocation, its first byte, and the one behind it."""
+    last = sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True))
+    begin = data.storage_offset()
+    first, end = begin * data.itemsize, (begin + last + 1) * data.itemsize
+    return data.untyped_storage().data_ptr(), first, end
+
+
+def overlap(a, b):
+    """Whether two spans share bytes, as far as their first and last say."""
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
 
 
 class Shared:

@@ -20,7 +20,7 @@ import types
 import torch
 
 from tests.attention.gluon_program import Program
-from tests.attention.gluon_values import NAMES, Shared, Tensor, poison, storage
+from tests.attention.gluon_values import NAMES, Shared, Tensor, overlap, poison, span
 
 
 class Barrier:
@@ -76,17 +76,7 @@ class Loading(Tensor):
 
     def reads(self, data):
         """Whether the load may still read bytes that lie between the first and last of `data`."""
-        if self.ended is not None or storage(self.view) != storage(data):
-            return False
-        (begin, end), (first, last) = span(self.view), span(data)
-        return begin < last and first < end
-
-
-def span(data):
-    """The first byte of a view, and the one behind its last, from its allocation's start on."""
-    last = sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True))
-    begin = data.storage_offset()
-    return begin * data.itemsize, (begin + last + 1) * data.itemsize
+        return self.ended is None and overlap(span(self.view), span(data))
 
 
 class Machine(Program):

@@ -225,17 +225,16 @@ def test_sparse_fp8():
 
 
 @pytest.mark.parametrize(
-    "options, loads, spills",
-    [(BYTES_V4, 6 * 6, (130, 170)),
-     pytest.param(BYTES, 7 * 5, (240, 330), marks=pytest.mark.nightly)],
-)  # fmt: skip
-def test_sparse_specialized(options, loads, spills):
+    "options, copies",
+    [(BYTES_V4, 4 + 1), pytest.param(BYTES, 4 + 1 + 1, marks=pytest.mark.nightly)],
+)
+def test_sparse_specialized(options, copies):
     result = report("sm_90", sparse_specialized, 64, BF16, **options)
     assert result.matrix == ("HGMMA",) and result.shared <= LDS["sm_90"], result
     assert result.hot_spills == 0 and result.narrow_loads == 0, result
     # Behind scores, and behind the products of each half: none is made serial.
     assert result.product_waits == 3, result
-    # Some of an item spills, outside of tiles.
-    assert result.spills <= spills[triton_version() >= (3, 9)], result
-    # The units ahead and the four of a tile are loaded, 16 bytes at a time.
-    assert result.wide_loads == loads, result
+    # Triton 3.9 spills some of an item, outside of tiles.
+    assert result.spills <= (170 if triton_version() >= (3, 9) else 0), result
+    # The 64 entries of a tile are copied by 128 threads, 16 bytes at a time.
+    assert result.wide_loads == 4 * copies, result

@@ -2,9 +2,8 @@
 
 As `warp_specialized.py` with bf16, of which it takes the query, the softmax and the stores. Four
 warps gather the listed entries and dequantize them, once for all query rows of a CTA
-(`sparse_specialized_gather.py`). Two warpgroups multiply them. A tile arrives at once and later
-than its products take, so the next tile's scores have no place behind the products of this one.
-V4's entries have no rotated part beside their latents.
+(`sparse_specialized_gather.py`). Two warpgroups multiply them. V4's entries have no rotated part
+beside their latents.
 
 Fewer than 64 query rows are padded: the products of 64 take less time than the gather.
 """
@@ -159,6 +158,7 @@ def mla_sparse_hopper_ws(
     HALF: gl.constexpr = q_halves.block_type.shape[2]
     PART: gl.constexpr = q_quarters.block_type.shape[2]
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = gl.allocate_shared_memory(TYPE, [BUFFERS, TILE, 2 * HALF], layout)
     q_left = gl.allocate_shared_memory(TYPE, [ROWS, HALF], layout)
@@ -171,6 +171,8 @@ def mla_sparse_hopper_ws(
         keys, ropes, gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], line),
         new_barriers(BUFFERS), new_barriers(BUFFERS, 2),
     )  # fmt: skip
+    # Scales of the units on their way: four fp32, or two integers of four exponents.
+    scales = gl.allocate_shared_memory(gl.int32, [TILE, 2 if FORM.layout.behind else 4], plain)
     made = new_barriers(4)
     query = ws.Query(
         ws.Boxes(q_halves, q_quarters, q_rotated),
@@ -196,10 +198,10 @@ def mla_sparse_hopper_ws(
         [
             (score, (work, query, tiles, shared, target, sink_ptr, scale * LOG2E, FORM)),
             (multiply, (work, tiles, shared, target, FORM)),
-            (gather, (work, query, tiles, scopes, FORM)),
+            (gather, (work, query, tiles, scales, scopes, FORM)),
         ],
         [4, 4],
-        [184, 104] if FORM.layout.behind else [176, 136],
+        [184, 104],
     )  # fmt: skip
     # Idle CTAs must signal too: a dependent grid waits for all of them.
     gdc.gdc_wait()

@@ -1,33 +1,49 @@
 """The warps of `sparse_specialized.py` that get listed entries into shared memory, as bf16.
 
-Threads load entries into registers, dequantize and store them. A unit is 16 whole entries, eight
-threads an entry, and `AHEAD` units are on their way while one is dequantized. Four threads have 64
-latents of an entry, the next four those of another one, so that their stores meet in no bank.
+Entries are copied as they are stored, e4m3 values to the first half of where their bf16 values will
+be. Behind the copies of a unit threads load them, dequantize them and store them in place. Loads
+into registers would share one scoreboard, so that each waits for all that started behind it.
 """
 
 from collections import namedtuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
-from mla_fusion.attention.hopper.common import TILE, items_of, read_item, tiles_of
+from mla_fusion.attention.hopper.common import TILE, async_load, items_of, read_item, tiles_of
 from mla_fusion.attention.hopper.warp_specialized_common import copy_query, turn_of
 
-UNIT = gl.constexpr(16)  # entries
-QUARTER = gl.constexpr(128)  # latents
-# Of the codes of a quarter [entries, integers], and of its values as bf16.
-CODES = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
-))  # fmt: skip
-VALUES = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]], [[4, 0], [8, 0]], [],
-    [16, 64],
-))  # fmt: skip
-ROTATED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-ENTRY = gl.constexpr(gl.SliceLayout(1, CODES))
+UNIT = gl.constexpr(32)  # entries
+PARTS = gl.constexpr(TILE.value // UNIT.value)  # units of a tile
+
+
+def layout_of(registers: tuple[int, ...], threads: tuple[int, ...], columns: int) -> Any:
+    """The layout of a unit [entries, columns]: eight threads have an entry. Four have half of 128
+    bytes, and the next four half of the entry 4 behind it, which lies in other banks.
+
+    registers, threads: powers of two whose sums are the columns that a thread has, and these eight.
+    """
+    of_register = [[0, column] for column in registers]
+    first, second, third = [[0, column] for column in threads]
+    lanes = [first, second, [4, 0], third, [2, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(
+        [*of_register, [16, 0]], lanes, [[1, 0], [8, 0]], [], [UNIT.value, columns]
+    ))  # fmt: skip
+
+
+# Of integers of four bytes, 16 bytes a thread: codes as copied, bf16 values, and those of all.
+COPIED = layout_of((1, 2, 32, 64), (4, 8, 16), 128)
+WIDE = layout_of((1, 2), (4, 8, 16), 32)
+VALUES = layout_of((1, 2, 32, 64, 128), (4, 8, 16), 256)
+# Of codes to dequantize: eight of 64 values, which are 16 bytes as bf16.
+CODES = layout_of((1, 16, 32, 64), (2, 4, 8), 128)
+# Of scales: each thread has all of its entries, four fp32 or two integers of four exponents.
+SCALES, EXPONENTS = layout_of((1, 2), (0, 0, 0), 4), layout_of((1,), (0, 0, 0), 2)
 # PTX that multiplies four e4m3 of an integer by a scale, fp32 in another: two integers of two bf16.
 # HALF: two of them, from either half of the codes.
 HALF = """
@@ -55,20 +71,20 @@ Scopes = namedtuple("Scopes", "cache units extra_cache extra_units lens")
 # Where entries are: addresses of codes, bf16 values and scales; and their slots.
 Entries = namedtuple("Entries", "codes wide scales slots")
 
-# Entries in registers: their slots, codes of each quarter, scales, and bf16 values.
-Unit = namedtuple("Unit", "slots codes scales wide")
-
 
 @gluon.jit
-def load_slots(number, item, scopes, first_end, form: gl.constexpr):
-    """The slots [entries] of unit `number` of a sequence; -1 where nothing is listed."""
-    at = number * UNIT + gl.arange(0, UNIT, ENTRY)
-    wanted = at < item.end
-    if form.FIRST == 0 or number * UNIT < form.FIRST:
-        slots = gl.load(item.table + at, mask=wanted & (at < first_end), other=-1)
-    else:
-        slots = gl.load(item.extra_table + (at - form.FIRST), mask=wanted, other=-1)
-    return slots
+def load_slots(tile, item, scopes, first_end, form: gl.constexpr):
+    """The slots [entries] of each unit of a tile; -1 where nothing is listed."""
+    found = ()
+    for part in gl.static_range(PARTS):
+        at = tile * TILE + part * UNIT + gl.arange(0, UNIT, gl.SliceLayout(1, COPIED))
+        wanted = at < item.end
+        if form.FIRST == 0 or tile * TILE < form.FIRST:
+            slots = gl.load(item.table + at, mask=wanted & (at < first_end), other=-1)
+        else:
+            slots = gl.load(item.extra_table + (at - form.FIRST), mask=wanted, other=-1)
+        found += (slots,)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
@@ -88,9 +104,9 @@ def addresses(cache, units, slots, PAGE: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def locate(number, slots, scopes, form: gl.constexpr):
-    """The `Entries` of `slots`, of unit `number` of a sequence."""
-    if form.FIRST == 0 or number * UNIT < form.FIRST:
+def locate(tile, slots, scopes, form: gl.constexpr):
+    """The `Entries` of `slots`, of a tile of a sequence."""
+    if form.FIRST == 0 or tile * TILE < form.FIRST:
         found = addresses(scopes.cache, scopes.units, slots, form.PAGE, form)
     else:
         found = addresses(scopes.extra_cache, scopes.extra_units, slots, form.EXTRA_PAGE, form)
@@ -98,86 +114,61 @@ def locate(number, slots, scopes, form: gl.constexpr):
 
 
 @gluon.jit
-def load_quarter(entries, NUMBER: gl.constexpr, form: gl.constexpr):
-    """Codes of a quarter; zeros where nothing is listed, or no code is left."""
-    col = NUMBER * QUARTER // 4 + gl.arange(0, QUARTER // 4, gl.SliceLayout(0, CODES))[None, :]
-    wanted = (entries.slots >= 0)[:, None]
-    if form.layout.quantized < (NUMBER + 1) * QUARTER:
-        wanted &= col < form.layout.quantized // 4
-    return gl.load(entries.codes[:, None] + col, mask=wanted, other=0)
-
-
-@gluon.jit
-def load_scales(entries, form: gl.constexpr):
-    """Load the scales of each quarter: fp32, or an integer of four exponents."""
-    scales = ()
-    for i in gl.static_range(2 if form.layout.behind else 4):
-        scale = gl.load(entries.scales + i, mask=entries.slots >= 0, other=0)
-        scales += (scale, scale) if form.layout.behind else (scale,)
-    return scales
-
-
-@gluon.jit
-def load_wide(entries, form: gl.constexpr):
-    """The bf16 values: for a tile of their own, or as the end of the last quarter."""
-    layout: gl.constexpr = ROTATED if form.R > 0 else VALUES
-    BEFORE: gl.constexpr = 0 if form.R > 0 else 32
+def copy_part(target, pointer, slots, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Start to copy COUNT integers of every entry of a unit, behind `pointer`; zeros for slot -1,
+    and where `target` is wider.
+    """
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    col = gl.arange(0, BEFORE + 32, gl.SliceLayout(0, layout))[None, :]
-    wanted = gl.convert_layout(entries.slots, row)[:, None] >= 0
-    pointers = gl.convert_layout(entries.wide, row)[:, None] + (col - BEFORE)
-    return gl.load(pointers, mask=wanted & (col >= BEFORE), other=0)
+    col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))[None, :]
+    wanted = (gl.convert_layout(slots, row) >= 0)[:, None]
+    if target.shape[1] > COUNT:
+        wanted &= col < COUNT
+    async_load(target, gl.convert_layout(pointer, row)[:, None] + col, mask=wanted)
 
 
 @gluon.jit
-def load_unit(entries, form: gl.constexpr):
-    """All of the `Unit` of some entries."""
-    quarters = ()
-    for i in gl.static_range(4):
-        quarters += (load_quarter(entries, i, form),)  # type: ignore[assignment]
-    return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
-
-
-@gluon.jit
-def put_quarter(target, unit, NUMBER: gl.constexpr, U: gl.constexpr, form: gl.constexpr):
-    """Store a quarter of unit U of a tile in `target` [tokens, latents], as bf16."""
-    if form.layout.behind:
-        # A quarter has two exponents.
-        second = gl.arange(0, QUARTER // 4, gl.SliceLayout(0, CODES))[None, :] // 16
-        exponents = unit.scales[NUMBER][:, None] >> (8 * (second + 2 * NUMBER % 4))
-        scale = (exponents & 0xFF) << 23
-    else:
-        scale = unit.scales[NUMBER][:, None]
-    low, high = gl.inline_asm_elementwise(
-        DEQUANTIZE, "=&r,=&r,r,r", [unit.codes[NUMBER], scale], (gl.int32, gl.int32), True, 1
-    )
-    values = gl.convert_layout(gl.join(low, high).reshape([UNIT, QUARTER // 2]), VALUES)
-    if NUMBER == 3 and form.R == 0:
-        col = gl.arange(0, QUARTER // 2, gl.SliceLayout(0, VALUES))[None, :]
-        values = gl.where(col < 32, values, unit.wide)
-    part = common.pairs_of(target).slice(UNIT * U, UNIT)
-    part.slice(QUARTER // 2 * NUMBER, QUARTER // 2, dim=1).store(values)
-
-
-@gluon.jit
-def put(tiles, buffer, unit, entries, U: gl.constexpr, form: gl.constexpr):
-    """Store unit U of a tile, and load another one, a quarter in place of each that is stored."""
-    quarters = ()
-    for i in gl.static_range(4):
-        put_quarter(tiles.keys.index(buffer), unit, i, U, form)
-        quarters += (load_quarter(entries, i, form),)  # type: ignore[assignment]
+def start(tiles, scales, buffer, entries, U: gl.constexpr, form: gl.constexpr):
+    """Start to copy unit U of a tile."""
+    COUNT: gl.constexpr = form.layout.quantized // 4
+    layout: gl.constexpr = EXPONENTS if form.layout.behind else SCALES
+    rows = common.pairs_of(tiles.keys.index(buffer)).slice(UNIT * U, UNIT)
+    copy_part(rows.slice(0, 128, dim=1), entries.codes, entries.slots, COUNT, COPIED)
+    # As they are: a tile of their own, or the end of the keys.
+    wide = rows.slice(224, 32, dim=1)
     if form.R > 0:
-        common.pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT).store(unit.wide)
-    tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(unit.slots)
-    return Unit(entries.slots, quarters, load_scales(entries, form), load_wide(entries, form))
+        wide = common.pairs_of(tiles.ropes.index(buffer)).slice(UNIT * U, UNIT)
+    copy_part(wide, entries.wide, entries.slots, 32, WIDE)
+    copy_part(scales.slice(UNIT * U, UNIT), entries.scales, entries.slots, 4, layout)
+    tiles.slots.index(buffer).slice(UNIT * U, UNIT).store(entries.slots)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def gather(work, query, tiles, scopes, form: gl.constexpr):
+def put(tiles, scales, buffer, U: gl.constexpr, form: gl.constexpr):
+    """Dequantize unit U of a tile in place."""
+    rows = common.pairs_of(tiles.keys.index(buffer)).slice(UNIT * U, UNIT)
+    words = scales.slice(UNIT * U, UNIT).load(EXPONENTS if form.layout.behind else SCALES)
+    codes = rows.slice(0, 128, dim=1).load(CODES).reshape([UNIT, 8, 16])
+    if form.layout.behind:
+        pairs = gl.join(words, words >> 16)
+        scale = (gl.join(pairs, pairs >> 8).reshape([UNIT, 8]) & 0xFF) << 23
+    else:
+        scale = gl.join(words, words).reshape([UNIT, 8])
+    scale = gl.convert_layout(scale, gl.SliceLayout(2, codes.type.layout))[:, :, None]
+    low, high = gl.inline_asm_elementwise(
+        DEQUANTIZE, "=&r,=&r,r,r", [codes, scale], (gl.int32, gl.int32), True, 1
+    )
+    values = gl.convert_layout(gl.join(low, high).reshape([UNIT, 256]), VALUES)
+    if form.R == 0:
+        col = gl.arange(0, 256, gl.SliceLayout(0, VALUES))[None, :]
+        values = gl.where(col < 224, values, rows.load(VALUES))
+    rows.store(values)
+
+
+@gluon.jit
+def gather(work, query, tiles, scales, scopes, form: gl.constexpr):
     """The gathering warps: the query and all tiles of all items, in order."""
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
-    PARTS: gl.constexpr = TILE // UNIT
-    AHEAD: gl.constexpr = 2 if form.layout.behind else 3
     items, done = 0, 0
     begin, end = items_of(work)
     is_short = 2 * gl.load(work.indptr + gl.num_programs(0)) <= gl.num_programs(0)
@@ -193,30 +184,21 @@ def gather(work, query, tiles, scopes, form: gl.constexpr):
         first_end = item.end
         if form.FIRST > 0:
             first_end = gl.load(scopes.lens + item.sequence)
-        number = first * PARTS
-        slots = load_slots(number, item, scopes, first_end, form)
-        now = load_unit(locate(number, slots, scopes, form), form)
-        slots = load_slots(number + 1, item, scopes, first_end, form)
-        soon = load_unit(locate(number + 1, slots, scopes, form), form)
-        slots = load_slots(number + 2, item, scopes, first_end, form)
-        if AHEAD == 3:
-            then = load_unit(locate(number + 2, slots, scopes, form), form)
-            slots = load_slots(number + 3, item, scopes, first_end, form)
-        for _ in range(count):
+        slots = load_slots(first, item, scopes, first_end, form)
+        for tile in range(first, first + count):
             buffer, phase = turn_of(done, BUFFERS)
             mbarrier.wait(tiles.free.index(buffer), phase ^ 1)
             for part in gl.static_range(PARTS):
-                # Behind the last unit nothing is listed, and nothing loaded.
-                entries = locate(number + part + AHEAD, slots, scopes, form)
-                slots = load_slots(number + part + AHEAD + 1, item, scopes, first_end, form)
-                if AHEAD == 3:
-                    now, soon, then = soon, then, put(tiles, buffer, now, entries, part, form)
-                else:
-                    now, soon = soon, put(tiles, buffer, now, entries, part, form)
+                entries = locate(tile, slots[part], scopes, form)
+                start(tiles, scales, buffer, entries, part, form)
+            # Behind the last tile nothing is listed, and nothing loaded.
+            slots = load_slots(tile + 1, item, scopes, first_end, form)
+            for part in gl.static_range(PARTS):
+                async_copy.wait_group(PARTS - 1 - part)
+                put(tiles, scales, buffer, part, form)
             fence_async_shared()
             common.barrier()
             mbarrier.arrive(tiles.full.index(buffer), count=1)
-            number += PARTS
             done += 1
     # The reduction may be launched, and waits: see `warp_specialized_common.copy`.
     if is_short & (begin < end):
