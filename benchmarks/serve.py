@@ -38,7 +38,7 @@ from engine_jobs import NO_MULTICAST, job, reported, write
 from mla_fusion.measure import records
 
 # Requests a second and requests, from idle to saturated.
-LOADS = {1.0: 10, 8.0: 80, 24.0: 240, float("inf"): 384}
+LOADS = {1.0: 10, 8.0: 40, 24.0: 120, float("inf"): 256}
 INPUT, OUTPUT, SEQUENCES = 1024, 256, 128
 COLUMNS = (
     "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms", "p99_ttft_ms", "output_throughput",
