@@ -89,13 +89,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Product:
-    """The widths of a call of the op `projection`: of its input, and of its results."""
+    """The widths of a call of the op `projection`: of its input, and of its results. wide: weights
+    and results are fp32."""
 
     k: int
     sizes: tuple[int, ...]
+    wide: bool = False
 
     def __str__(self) -> str:
-        return f"{self.k} -> {' + '.join(map(str, self.sizes))}"
+        return f"{self.k} -> {' + '.join(map(str, self.sizes))}" + " in fp32" * self.wide
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def get(name: str) -> torch._ops.OpOverload:
 _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
-    PROJECTION: lambda x, weights, *_: [x.new_empty((x.shape[0], w.shape[0])) for w in weights],
+    PROJECTION: lambda x, weights: [w.new_empty((x.shape[0], w.shape[0])) for w in weights],
     NORM: lambda xs, added, weights, epsilons, factor=1.0, wide=False: [
         *(x.new_empty(x.shape) for x in xs),
         *(xs[0].new_empty(x.shape, dtype=torch.float32 if wide else None) for x in added[:1]),

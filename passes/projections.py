@@ -19,12 +19,13 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from mla_fusion import ops, projections
 from mla_fusion.config.eligibility import UNCHOSEN
 from mla_fusion.passes.rewrite import FactsOf, PassResult, call
-from mla_fusion.patterns.products import Product, read_product
+from mla_fusion.patterns.products import Product, input_of, read_product
 from mla_fusion.patterns.site import ATTENTION, functionalized_op
 from mla_fusion.report.reasons import Decline, Declined
 
@@ -73,8 +74,8 @@ class MLAProjectionPass:
         served: Iterable[int] = range(first, min(last, projections.MAX_TOKENS) + 1)
         if isinstance(rows, int):
             served = {rows}.intersection(served)
-        shape = value.device, launch.sizes, k
-        return any(projections.plan_for(*shape, n, value.dtype) for n in served)
+        shape, dtype = (value.device, launch.sizes, k), launch.products[0].dtype
+        return any(projections.plan_for(*shape, n, dtype) for n in served)
 
 
 def left_out(graph: fx.Graph, facts_of: FactsOf) -> set[fx.Node]:
@@ -114,17 +115,18 @@ def _by_input(
 def _launches(products: Sequence[Product]) -> Iterator[_Launch]:
     """What may compute the first of `products`, all of one input, the better one first."""
     for count in (2, 1):
-        if len(group := products[:count]) == count:
+        if len(group := products[:count]) == count and len({each.dtype for each in group}) == 1:
             ordered = tuple(sorted(group, key=lambda product: product.size, reverse=True))
             yield _Launch(group[0].x, ordered)
 
 
 def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
     """One op in front of its first product; what read the products reads its results."""
+    x = input_of(launch.products[0].node)  # of a new launch, if one made it
     values = [product.node.meta["val"] for product in launch.products]
     weights = [product.weight for product in launch.products]
     with graph.inserting_before(min(product.node for product in launch.products)):
-        new = call(graph, ops.get(ops.PROJECTION), (launch.x, weights), values)
+        new = call(graph, ops.get(ops.PROJECTION), (x, weights), values)
         results = [
             call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
         ]
@@ -136,5 +138,6 @@ def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
 def described(launch: fx.Node) -> ops.Product:
     """What a call of the op reads and makes."""
     args: Any = launch.args
-    sizes = tuple(weight.meta["val"].shape[0] for weight in args[1])
-    return ops.Product(args[0].meta["val"].shape[1], sizes)
+    weights = [weight.meta["val"] for weight in args[1]]
+    sizes, wide = tuple(map(len, weights)), weights[0].dtype == torch.float32
+    return ops.Product(args[0].meta["val"].shape[1], sizes, wide)

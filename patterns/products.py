@@ -1,6 +1,6 @@
 """Products of an activation with a weight, an input of the graph: how a linear layer is spelled.
 
-    x [T, K], w [N, K] ─► permute ─► aten.mm ─► [T, N]      what pass 7 takes
+    x [T, K], w [N, K] ─► permute ─► aten.mm ─► [T, N]      what pass 7 takes, or with x in fp32
     x, w [N, K], ... ─► an op of vLLM ─► [T, N]             an opaque one, as of quantized weights
 
 Data flow finds them, from the product back to its weight, wherever in a layer it is."""
@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from mla_fusion.ops import NAMESPACE
-from mla_fusion.patterns.nodes import arguments, is_aten, tensors
+from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, tensors
+from mla_fusion.patterns.probe import CASTS
 from mla_fusion.patterns.site import called
 from mla_fusion.report.reasons import Declined
 
@@ -24,7 +25,8 @@ QKV_A = "vllm::min_latency_fused_qkv_a_proj"  # of DeepSeek-V3 and Kimi-K2 on Ho
 
 @dataclass(frozen=True)
 class Product:
-    """`node` is x [T, K] times the transpose of `weight` [N, K], all of one type of `TYPES`."""
+    """`node` is x [T, K] times the transpose of `weight` [N, K], all of one type of `TYPES`; or x
+    is, and the others are fp32, as of a router."""
 
     node: fx.Node
     x: fx.Node
@@ -34,6 +36,11 @@ class Product:
     def size(self) -> int:
         """N."""
         return int(self.weight.meta["val"].shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight and the result."""
+        return self.weight.meta["val"].dtype
 
     def __str__(self) -> str:
         return "{1} -> {0}".format(*self.weight.meta["val"].shape)
@@ -54,18 +61,26 @@ def read_product(node: fx.Node) -> Product | None:
         return None
     if node.target is not aten.mm.default:
         raise Declined("product-form", called(node))
-    x: Any = arguments(node)["self"]
+    x = input_of(node)
     for each in (node, x, weight):
         if _value(each) is None:
             raise Declined("missing-metadata", f"node {each.name}")
     if not _is_transpose(right) or right.args[0] is not weight:
         raise Declined("product-form", f"{weight.name} is not read as its transpose alone")
-    types = {str(each.meta["val"].dtype) for each in (node, x, weight)}
-    if len(types) > 1 or weight.meta["val"].dtype not in TYPES:
-        raise Declined("product-form", ", ".join(sorted(types)))
+    made, *types = (each.meta["val"].dtype for each in (node, weight, x))
+    if types[1] not in TYPES or made not in (types[1], torch.float32) or types[0] != made:
+        raise Declined("product-form", ", ".join(sorted({str(made), *map(str, types)})))
     if not weight.meta["val"].is_contiguous():
         raise Declined("product-form", f"{weight.name} has strides {weight.meta['val'].stride()}")
     return Product(node, x, weight)
+
+
+def input_of(product: fx.Node) -> fx.Node:
+    """What a product multiplies: a value that is converted for it alone to fp32, as it was."""
+    x: Any = arguments(product)["self"]
+    narrow = x.all_input_nodes[0] if x.target in CASTS else x
+    rounds_none = dtype_of(x) == torch.float32 and dtype_of(narrow) in TYPES
+    return narrow if rounds_none else x
 
 
 def _value(node: fx.Node) -> torch.Tensor | None:

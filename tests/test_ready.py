@@ -36,8 +36,8 @@ from tests.step import forward_pass
 NAME, SEQUENCES, PAGE = "model.layers.0.attn", 64, 64
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
 PREP = Widths(NOPE, ROPE, LATENT)
-# Of DeepSeek-V2-Lite.
-PRODUCTS = [Product(2048, (3072, 576)), Product(2048, (2048,)), Product(2048, (1344,))]
+# Of DeepSeek-V2-Lite, and a router of GLM-4.7-Flash.
+PRODUCTS = [Product(2048, (3072, 576)), Product(2048, (2048,)), Product(2048, (64,), True)]
 NORMS = [
     Norm((2048,), 3), Norm((2048,)), Norm((2048,), 2, kept=True), Norm((2048,), 3, one=True),
     Norm((1536, 512)),
@@ -82,7 +82,8 @@ def step(made, batch, length, kind):
     """A decode step as a model makes it: q and k_pe are parts of a product's result."""
     tokens, heads, name = batch * length, made.num_heads, _encode_layer_name(NAME)
     for of in PRODUCTS:
-        projection.project(meta(tokens, of.k), [meta(size, of.k) for size in of.sizes])
+        dtype = FP32 if of.wide else BF16
+        projection.project(meta(tokens, of.k), [meta(n, of.k, dtype=dtype) for n in of.sizes])
     for of in NORMS:
         xs = [meta(tokens, 2112)[:, :size] for size in of.sizes]
         norms = [meta(size) for size in of.sizes], [1e-6] * len(xs)

@@ -24,6 +24,8 @@ class Facts:
         select: "module:function" in the package; it returns the class of the layers.
         slots: "module:function" in the package; it makes slots of an indexer's choice.
         target: (class, type) of the model beside which a draft head runs.
+    Of a type:
+        wide_router: the weights of its routers are fp32.
     Of a type, for a small model of it in an engine of a command:
         needs_experts: vLLM refuses the model without a layer of experts.
         skipped_on_cpu: "module:class" of a layer in vLLM's models for which a CPU has no kernel.
@@ -39,6 +41,7 @@ class Facts:
     select: str = ""
     slots: str = ""
     target: tuple[str, ...] = ()
+    wide_router: bool = False
     needs_experts: bool = False
     skipped_on_cpu: str = ""
     unaligned_on_cpu: bool = False

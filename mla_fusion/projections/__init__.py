@@ -15,13 +15,13 @@ from mla_fusion.projections.plans import Plan as Plan
 
 def project(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
-    the same type, bf16 or fp16, summed in fp32 and rounded once.
+    the weights' type, bf16 or fp16 as x, summed in fp32 and rounded once; or fp32.
 
     T is 1 to 16. Rows of x and of the weights may be strided, their elements not. Raises ValueError
     for other inputs, and where `plan_for` has no plan."""
     check(x, weights)
     sizes, (tokens, k) = tuple(weight.shape[0] for weight in weights), x.shape
-    plan = plan_for(x.device, sizes, k, tokens, x.dtype)
+    plan = plan_for(x.device, sizes, k, tokens, weights[0].dtype)
     if plan is None:
         raise ValueError(
             f"no kernel was measured faster for {tokens} tokens, K {k} and N {sizes} on "
@@ -51,7 +51,10 @@ def check(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
             raise ValueError(f"{name} must have dense rows, got strides {tensor.stride()}")
         if tensor.shape[0] * tensor.stride(0) >= 2**31:
             raise ValueError(f"{name} spans 2^31 elements or more, beyond the kernel's offsets")
+    wide = {weight.dtype for weight in weights} == {torch.float32}
     for name, tensor in named.items():
-        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
+        if (tensor.dtype, tensor.device) != (x.dtype, x.device) and not (
+            wide and tensor.device == x.device
+        ):
             kind = f"{tensor.dtype} on {tensor.device}"
             raise ValueError(f"{name} must be {x.dtype} on {x.device} as x, got {kind}")

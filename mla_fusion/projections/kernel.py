@@ -56,10 +56,13 @@ def vector(
     AHEAD: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr, FULL_K: tl.constexpr,
     TWO: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: each of W warps has BLOCK_N / W whole rows, lane i 8 elements of each 256."""
+    """Token `program_id(1)`: each of W warps has BLOCK_N / W whole rows, lane i 8 elements of each
+    256. Weights may be fp32."""
     w, y, end, row, start = _weight_of(
         tl.program_id(0), w0, w1, y0, y1, n0, n1, row0 * ALIGN, row1 * ALIGN, BLOCK_N, TWO
     )
+    x_ptr += tl.program_id(1) * x_row * ALIGN
+    y += tl.program_id(1) * end
     R: tl.constexpr = BLOCK_N // W
     split = tl.arange(0, J * W)[:, None]
     warp = split % W

@@ -32,10 +32,11 @@ NEAR = math.log(2)  # farthest such shape: N or K differs by this factor, as a l
 
 
 class Shape(NamedTuple):
-    """One launch: columns of its results, and K."""
+    """One launch: columns of its results, and K. wide: weights and results are fp32."""
 
     sizes: tuple[int, ...]
     k: int
+    wide: bool = False
 
 
 class Row(NamedTuple):
@@ -65,7 +66,7 @@ def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
     """The rows of a file's content. Raises ValueError if it has another form."""
     try:
         found = {
-            Shape(tuple(each["sizes"]), each["k"]): [
+            Shape(tuple(each["sizes"]), each["k"], each.get("wide", False)): [
                 Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
                 for row in each["rows"]
             ]
@@ -99,14 +100,16 @@ def plan_for(
 ) -> Plan | None:
     """The plan of a kernel that was measured faster on this GPU than cuBLAS; None if none was.
 
-    sizes: rows N of each weight [N, k]. tokens: rows of x, at least 1.
+    sizes: rows N of each weight [N, k] of type `dtype`: fp32, or that of x. tokens: rows of x, at
+    least 1.
 
     The row of the next larger measured number of tokens decides. A shape that was not measured goes
     by the nearest one with as many weights, if both the sum of N and K are within a factor of two:
     ours must be 5 % faster, then 10 %."""
-    if dtype not in DTYPES or not sizes or tokens < 1:
+    wide = dtype == torch.float32
+    if not (wide or dtype in DTYPES) or not sizes or tokens < 1:
         return None
-    return chosen(gpu.of(device).name, Shape(tuple(sizes), k), tokens)
+    return chosen(gpu.of(device).name, Shape(tuple(sizes), k, wide), tokens)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,7 +123,7 @@ def chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
     gain = GAIN if nearest == shape else ESTIMATED_GAIN
     if row is None or row.cublas < gain * row.ours:
         return None
-    return row.plan if row.plan.fits(shape.k, tokens) else None
+    return row.plan if row.plan.fits(shape.k, tokens, shape.wide) else None
 
 
 def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
@@ -132,6 +135,7 @@ def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
 
     alike = [
         other for other in rows
-        if len(other.sizes) == len(shape.sizes) and max(apart(other)) <= NEAR
+        if (len(other.sizes), other.wide) == (len(shape.sizes), shape.wide)
+        and max(apart(other)) <= NEAR
     ]  # fmt: skip
     return min(alike, key=lambda other: sum(apart(other)), default=None)

@@ -11,8 +11,8 @@ MAX_TOKENS = 16  # rows of x that a kernel takes: the larger of the two tiles of
 class Plan:
     """One configuration of a kernel of `kernel.py`.
 
-    kernel: "vector", for one token, or "matrix". block_n: rows of a weight of a CTA.
-    num_warps: its warps, among which `vector` splits the rows, and `matrix` K."""
+    kernel: "vector", for one token or fp32 weights, or "matrix". block_n: rows of a weight of a
+    CTA. num_warps: its warps, among which `vector` splits the rows, and `matrix` K."""
 
     kernel: str
     block_n: int
@@ -22,12 +22,13 @@ class Plan:
         """Registers of a thread that hold its part of `rows` rows of K elements of 16 bits."""
         return rows * k // (64 * self.num_warps)
 
-    def fits(self, k: int, tokens: int) -> bool:
+    def fits(self, k: int, tokens: int, wide: bool) -> bool:
         """True if the plan serves `tokens`, and its registers suffice. A thread has 255: for its
-        part of the weights, and for up to 64 of x, of which it loads a larger part in pieces."""
-        weights = self.registers(k, self.block_n)
-        if self.kernel == "vector":
-            return tokens == 1 and weights <= 130
+        part of the weights, fp32 if `wide`, and for up to 64 of x, of which it loads a larger part
+        in pieces."""
+        weights = self.registers(k, self.block_n) * (1 + wide)
+        if self.kernel == "vector" or wide:
+            return self.kernel == "vector" and (wide or tokens == 1) and weights <= 130
         return tokens <= MAX_TOKENS and weights + min(64, self.registers(k, tile_of(tokens))) <= 227
 
     def ahead(self, k: int, tokens: int, chunks: int) -> int:

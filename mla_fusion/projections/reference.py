@@ -9,7 +9,7 @@ import torch
 
 def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """See `mla_fusion.projections.project`; for any number of rows, on any device."""
-    return [torch.mm(x, weight.t()) for weight in weights]
+    return [torch.mm(x.to(weight.dtype), weight.t()) for weight in weights]
 
 
 def in_float64(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:

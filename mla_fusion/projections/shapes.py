@@ -7,9 +7,9 @@ from mla_fusion.projections.measured import Shape, chosen
 from mla_fusion.projections.plans import MAX_TOKENS
 
 
-def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
+def shapes_of(config: Mapping[str, Any], ranks: int, wide_router: bool = False) -> list[Shape]:
     """The products of a model's layers on one of `ranks`, each once, by the sizes that its config
-    gives as numbers."""
+    gives as numbers. wide_router: the router's weights are fp32."""
 
     def get(*names: str) -> int:
         given = (config.get(name) for name in names)
@@ -27,7 +27,7 @@ def shapes_of(config: Mapping[str, Any], ranks: int) -> list[Shape]:
     shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
     for inner in (get("intermediate_size") // ranks, shared // ranks):
         found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
-    found += [Shape((get("n_routed_experts", "num_experts"),), hidden)]
+    found += [Shape((get("n_routed_experts", "num_experts"),), hidden, wide_router)]
     return [each for each in dict.fromkeys(found) if each.k and all(each.sizes)]
 
 
@@ -39,5 +39,5 @@ def faster(name: str, shapes: list[Shape]) -> dict[Shape, int]:
         for shape in shapes
     }
     pairs = [shape for shape in shapes if len(shape.sizes) > 1 and most[shape]]
-    joined = {Shape((size,), pair.k) for pair in pairs for size in pair.sizes}
+    joined = {Shape((size,), pair.k, pair.wide) for pair in pairs for size in pair.sizes}
     return {shape: n for shape, n in most.items() if n and shape not in joined}

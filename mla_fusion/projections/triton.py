@@ -19,21 +19,22 @@ def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[tor
     """See `mla_fusion.projections.project`; nothing is checked."""
     from mla_fusion.projections import kernel
 
-    outputs = [x.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
+    outputs = [weight.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
     programs = sum(-(-weight.shape[0] // plan.block_n) for weight in weights)
     given = launch_arguments(plan, x, weights, outputs)
-    getattr(kernel, plan.kernel)[programs,](**given)
+    rows = len(x) if plan.kernel == "vector" else 1
+    getattr(kernel, plan.kernel)[programs, rows](**given)
     return outputs
 
 
 def launches(device: torch.device, of: Product, dtype: torch.dtype) -> list[partial[Any]]:
     """A launch of meta tensors for each variant that `projections.project` has on `device`."""
     found: dict[Any, partial[Any]] = {}
+    of_weights = torch.float32 if of.wide else dtype
     for tokens in range(1, MAX_TOKENS + 1):
-        if plan := plan_for(device, of.sizes, of.k, tokens, dtype):
-            x, *weights = (
-                torch.empty((n, of.k), dtype=dtype, device="meta") for n in (tokens, *of.sizes)
-            )
+        if plan := plan_for(device, of.sizes, of.k, tokens, of_weights):
+            x = torch.empty((tokens, of.k), dtype=dtype, device="meta")
+            weights = [x.new_empty((n, of.k), dtype=of_weights) for n in of.sizes]
             found.setdefault((plan, tile_of(tokens)), partial(launch, plan, x, weights))
     return [*found.values()]
 

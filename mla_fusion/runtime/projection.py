@@ -13,12 +13,12 @@ from mla_fusion.projections import reference
 
 def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
-    one type, bf16 or fp16. x may be strided."""
+    the weights' type: bf16 or fp16 as x, or fp32. x may be strided."""
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, k = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
     few = 0 < tokens <= projections.MAX_TOKENS
-    if few and projections.plan_for(x.device, sizes, k, tokens, x.dtype):
+    if few and projections.plan_for(x.device, sizes, k, tokens, weights[0].dtype):
         return projections.project(x, [*weights])
     return reference.project(x, weights)
 

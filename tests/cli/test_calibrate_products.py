@@ -16,6 +16,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import tables_folder
 from mla_fusion.measure import records, timing
 from mla_fusion.projections import measured
+from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.shapes import shapes_of
 from mla_fusion.runtime import measured_here
 from mla_fusion.runtime.measured_here import PRODUCTS
@@ -66,7 +67,7 @@ def calibrate(monkeypatch, tmp_path):
         def timed(given, rounds, ceilings):
             shape, tokens = given
             row = {"sizes": " ".join(map(str, shape.sizes)), "k": shape.k,
-                   "tokens": tokens, "wrong": ""}  # fmt: skip
+                   "wide": int(shape.wide), "tokens": tokens, "wrong": ""}  # fmt: skip
             us = {bench.name_of(PLAN): ours, bench.TORCH: 10.0}
             return [row | {"candidate": n, **dict.fromkeys(timing.TIMES, t)} | (
                 {"wrong": wrong} if n != bench.TORCH else {}) for n, t in us.items()]  # fmt: skip
@@ -96,6 +97,12 @@ def test_plans_go_by_the_file(calibrate):
     assert plan((3072,), 1536) == plan((3072, 576), 2048) == PLAN
     assert calibrate(ours=9.9) == 0  # too little to gain
     assert plan((3072,), 1536) is None and plan((3072, 576), 2048) == PLAN
+
+
+def test_a_router_in_fp32_is_a_shape_of_its_own(calibrate):
+    calibrate(name="glm-4.7-flash.json", ranks=1)
+    plan((3072,), 1536)
+    assert [s for s in measured.shapes(GPU) if s.sizes == (64,)] == [Shape((64,), 2048, True)]
 
 
 @pytest.mark.parametrize("bad", [{"wrong": "error 1.0"}, {"verdict": "a case: error 3"}])

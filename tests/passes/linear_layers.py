@@ -17,13 +17,14 @@ K, Q, KV, OUT = 24, 40, 18, 32
 SHAPES = {"x": (5, K), "w_q": (Q, K), "w_kv": (KV, K), "w_o": (OUT, Q), "w_up": (K, OUT),
           "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q), "gain": (KV,),
           "gain_x": (K,), "gain_rest": (Q - KV,), "residual": (5, K),
-          "w_b": (OUT, KV), "w_c": (K, KV)}  # fmt: skip
+          "w_b": (OUT, KV), "w_c": (K, KV), "router": (KV, K)}  # fmt: skip
 
 
 def values(dtype=BF16, tokens=5, **other):
     """Inputs of a model, by name."""
     generator = torch.Generator().manual_seed(tokens)
-    made = {n: torch.randn(shape, generator=generator).to(dtype) for n, shape in SHAPES.items()}
+    made = {n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
+    made = {n: value if n == "router" else value.to(dtype) for n, value in made.items()}
     return made | {"x": torch.randn((tokens, K), generator=generator).to(dtype), **other}
 
 
@@ -31,6 +32,16 @@ def layer(t):
     """Two products of one input, one of another, as q, kv_a and o_proj of a layer."""
     q, kv = linear(t["x"], t["w_q"]), linear(t["x"], t["w_kv"])
     return linear(q.sigmoid(), t["w_o"]), kv
+
+
+def routed(t):
+    """A product with a weight in fp32, as of a router, beside another of its input."""
+    return linear(t["x"].float(), t["router"]), linear(t["x"], t["w_kv"])
+
+
+def in_a_row(t):
+    """A product of a product."""
+    return linear(linear(t["x"], t["w_q"]), t["w_o"])
 
 
 def two_of_a_part(t):

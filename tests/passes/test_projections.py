@@ -13,6 +13,7 @@ from mla_fusion.ops import Product
 from mla_fusion.passes import pipeline
 from mla_fusion.passes.projections import MLAProjectionPass, described
 from mla_fusion.passes.rewrite import PassResult
+from mla_fusion.patterns.probe import CASTS
 from mla_fusion.projections import reference
 from mla_fusion.report import RangeReport
 from tests.passes import declare, edits, graphs, recorded
@@ -24,9 +25,11 @@ from tests.passes.linear_layers import (
     K,
     Q,
     build,
+    in_a_row,
     layer,
     names,
     rewrite,
+    routed,
     run,
     two_layers,
     two_of_a_part,
@@ -50,7 +53,7 @@ class Table:
         self.faster, self.tokens, self.ran = faster, tokens, []
 
     def plan_for(self, device, sizes, k, tokens, dtype):
-        assert dtype in (BF16, torch.float16) and 0 < tokens <= projections.MAX_TOKENS
+        assert dtype.is_floating_point and 0 < tokens <= projections.MAX_TOKENS
         known = not self.faster or (k, *sizes) in self.faster
         return "a plan" if known and tokens in self.tokens else None
 
@@ -129,6 +132,10 @@ NEAR_MISSES = {
     "no transpose": (lambda t: torch.mm(t["x"] @ t["w_q"].t(), t["turned"]), "turned"),
     "a part of a weight": (lambda t: linear(t["x"] @ t["w_q"].t(), t["wide"][:OUT]), "wide"),
     "a scaled weight": (lambda t: linear(t["x"] @ t["w_q"].t(), t["w_o"].neg()), "w_o"),
+    "computed in fp32": (
+        lambda t: linear((t["x"] @ t["w_q"].t())[:, :K].float().sin(), t["router"]),
+        "torch.float32",
+    ),
 }
 
 
@@ -202,6 +209,23 @@ def test_other_readers_keep_what_they_read(table):
     assert all(map(torch.equal, run(before, given), run(module, given)))
 
 
+def test_a_router_reads_what_was_converted_for_it(table):
+    """Weights of two types are no launch."""
+    table()
+    module = build(routed)
+    record = rewrite(module)
+    assert record.products == {Product(K, (KV,), True): 1, Product(K, (KV,)): 1}
+    assert {launch.args[0].name for launch in find_all(module, PROJECTION)} == {"x"}
+    assert not [n for n in module.graph.nodes if n.target in CASTS]
+
+
+def test_a_product_of_a_product(table):
+    table()
+    module = build(in_a_row)
+    rewrite(module)
+    assert len(find_all(module, PROJECTION)) == 2 and not find_all(module, aten.mm.default)
+
+
 def test_chain(table):
     table((K, Q, KV), (Q, OUT))
     module = build(two_layers)
@@ -241,7 +265,7 @@ def test_plans_are_asked_for_the_tokens_that_a_graph_serves(first, last, dynamic
     assert bool(rewrite(build(dynamic=dynamic), first, last).products) is taken
 
 
-MODELS = [layer, two_layers, two_of_a_part]
+MODELS = [layer, two_layers, two_of_a_part, routed, in_a_row]
 
 
 @pytest.mark.parametrize("model", MODELS)

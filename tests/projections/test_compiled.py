@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -22,17 +23,18 @@ SHIPPED = [
     for shape, rows in measured.shapes(json.loads(path.read_bytes())["gpu"]).items()
     for row in rows
 ]
-# One launch of each kernel, and the one that needs most registers.
-FEW = [each for each in SHIPPED if each[0] in (((3072, 576), 2048), ((2048,), 5120))
-       and each[1].tokens in (1, 16)]  # fmt: skip
+# One launch of each kernel, one of fp32 weights, and the one that needs most registers.
+FEW = [each for each in SHIPPED if each[1].tokens in (1, 16)
+       and (each[0][:2] in (((3072, 576), 2048), ((2048,), 5120)) or each[0].wide)]  # fmt: skip
 
 
 def arguments(plan, shape, tokens, row=None):
     """A launch on the meta device; `row` is the stride of x."""
     k = shape.k
-    x, weights = meta(tokens, row or k)[:, :k], [meta(n, k) for n in shape.sizes]
+    dtype = torch.float32 if shape.wide else torch.bfloat16
+    x, weights = meta(tokens, row or k)[:, :k], [meta(n, k, dtype=dtype) for n in shape.sizes]
     with imitated("sm_90"):
-        outputs = [meta(tokens, n) for n in shape.sizes]
+        outputs = [meta(tokens, n, dtype=dtype) for n in shape.sizes]
         return launch_arguments(plan, x, weights, outputs)
 
 
@@ -42,7 +44,8 @@ def test_weights_are_under_way_before_the_wait(case):
     given = arguments(row.plan, shape, row.tokens)
     found = compile_report("sm_90", getattr(kernel, row.plan.kernel), (), given)
     wait = found.order.index("ACQBULK")
-    loads = row.plan.registers(shape.k, row.plan.block_n) // 4  # of 16 bytes, of a thread
+    # Of 16 bytes, of a thread.
+    loads = row.plan.registers(shape.k, row.plan.block_n) // 4 * (1 + shape.wide)
     ahead = given["AHEAD"] / given["CHUNKS"]
     assert found.order[:wait].count("LDG.128") >= int(ahead * loads), found
     assert not {"STG", "PREEXIT"} & {*found.order[:wait]} and "PREEXIT" in found.order, found

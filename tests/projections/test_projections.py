@@ -64,7 +64,8 @@ def test_what_was_not_measured_must_promise_more(plan_for, monkeypatch):
 def test_nothing_is_known_of_another_gpu_or_type(plan_for, monkeypatch):
     given = WHERE, *ROW, 1
     assert projections.plan_for(*given, torch.float16)
-    assert projections.plan_for(*given, torch.float32) is None
+    assert projections.plan_for(*given, torch.float32) is None  # another shape
+    assert projections.plan_for(*given, torch.float64) is None
     imitate(monkeypatch, "sm_90", name="Another")
     assert projections.plan_for(*given, BF16) is None
 
@@ -83,7 +84,7 @@ def test_shipped_rows():
         for shape, rows in measured.shapes(table["gpu"]).items():
             assert [row.tokens for row in rows] == sorted({row.tokens for row in rows})
             for row in rows:
-                assert row.plan in PLANS and row.plan.fits(shape.k, row.tokens), (shape, row)
+                assert row.plan in PLANS and row.plan.fits(shape.k, row.tokens, shape.wide)
 
 
 def given(**other):
@@ -99,6 +100,7 @@ REFUSED = {
     "weights[1] must be [N, 64]": given(weights=[X, X[:, :32]]),
     "x must have dense rows": given(x=torch.ones(64, 3, dtype=BF16).t()),
     "weights[0] must be torch.bfloat16": given(weights=[X.half()]),
+    "weights[1] must be torch.bfloat16": given(weights=[X, X.float()]),
     "spans 2^31 elements": given(weights=[torch.empty(2**25, 64, dtype=BF16, device="meta")]),
     "no kernel was measured faster": given(),
 }

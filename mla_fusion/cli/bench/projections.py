@@ -29,7 +29,7 @@ TORCH, FRONT = "torch", "front"
 # Least bytes of weights of distinct calls in one graph: several times the L2 cache of any GPU.
 DISTINCT = 220_000_000
 WORST = 1.05  # most error of ours over that of cuBLAS
-COLUMNS = ["sizes", "k", "tokens", "candidate", *TIMES, "floor_us", "gbps", "error"]
+COLUMNS = ["sizes", "k", "wide", "tokens", "candidate", *TIMES, "floor_us", "gbps", "error"]
 DEFAULTS: dict[str, Any] = {
     "tokens": (1, 2, 4, 8, 16), "k": 2048, "sizes": (), "rounds": 9,
 }  # fmt: skip
@@ -51,7 +51,10 @@ def make_inputs(shape: Shape, tokens: int, weights: list[list[torch.Tensor]]) ->
 def make_weights(shape: Shape) -> list[list[torch.Tensor]]:
     """Weights of `DISTINCT` bytes in all, and of 4 layers at least."""
     count = max(4, -(-DISTINCT // (2 * shape.k * sum(shape.sizes))))
-    return [[_random(n, shape.k) / shape.k**0.5 for n in shape.sizes] for _ in range(count)]
+    dtype = torch.float32 if shape.wide else torch.bfloat16
+    return [
+        [(_random(n, shape.k) / shape.k**0.5).to(dtype) for n in shape.sizes] for _ in range(count)
+    ]
 
 
 def _random(*size: int) -> torch.Tensor:
@@ -68,7 +71,7 @@ def inputs(shapes: Iterable[Shape], counts: Sequence[int]) -> Iterator[Inputs]:
 
 def candidates(shape: Shape, tokens: int) -> dict[str, Plan | None]:
     """The plans that fit by name, and `TORCH`, which has none."""
-    fit = [plan for plan in PLANS if plan.fits(shape.k, tokens)]
+    fit = [plan for plan in PLANS if plan.fits(shape.k, tokens, shape.wide)]
     return {name_of(plan): plan for plan in fit} | {TORCH: None}
 
 
@@ -112,7 +115,7 @@ def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
     works: dict[Any, Callable[[], object]] = {}
     for shape, n in itertools.product(shapes, tokens):
         small = shape._replace(sizes=tuple(min(size, 32 + size % 32) for size in shape.sizes))
-        given = make_inputs(small, n, [[_random(size, shape.k) for size in small.sizes]])
+        given = make_inputs(small, n, make_weights(small)[:1])
         for name, plan in candidates(shape, n).items():
             if plan is not None:
                 key = small, tile_of(n), name
@@ -124,7 +127,7 @@ def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
 
 def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
     """The rows of one shape and number of tokens, and a line."""
-    (sizes, k), tokens = given.shape, len(given.x)
+    (sizes, k, wide), tokens = given.shape, len(given.x)
     plans = candidates(given.shape, tokens)
     exact = reference.in_float64(given.x, given.weights[0])
 
@@ -139,9 +142,11 @@ def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
         same = all(map(torch.equal, got, again))
         return call, {"error": error, "wrong": "" if same else "two launches differ"}
 
-    moved = 2 * k * sum(sizes)
-    flops, found = moved * tokens, list[Row]()
-    shape: Row = {"sizes": " ".join(map(str, sizes)), "k": k, "tokens": tokens}
+    moved = (2 + 2 * wide) * k * sum(sizes)
+    flops, found = 2 * k * sum(sizes) * tokens, list[Row]()
+    shape: Row = {
+        "sizes": " ".join(map(str, sizes)), "k": k, "wide": int(wide), "tokens": tokens
+    }  # fmt: skip
     shape["floor_us"] = ceilings.floor_us(moved, flops)
     *timed, (_, _, front) = timing.compare((*plans, FRONT), build, len(given.weights), rounds)
     for name, check, times in timed:
@@ -161,8 +166,8 @@ def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
 def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
     """The content of a file of `projections/gpus`: the fastest right plan of each row."""
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    grouped = itertools.groupby(rows, lambda row: [row[name] for name in COLUMNS[:3]])
-    for (sizes, k, tokens), group in grouped:
+    grouped = itertools.groupby(rows, lambda row: [row[name] for name in COLUMNS[:4]])
+    for (sizes, k, wide, tokens), group in grouped:
         members = [row for row in group if not row["wrong"]]
         ours = [row for row in members if row["candidate"] != TORCH]
         others = [row for row in members if row["candidate"] == TORCH]
@@ -170,15 +175,15 @@ def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
             continue
         best = min(ours, key=lambda row: row["p50_us"])
         kernel, *numbers = best["candidate"].split()
-        shapes.setdefault((sizes, k), []).append(
+        shapes.setdefault((sizes, k, wide), []).append(
             {"tokens": tokens, "plan": [kernel, *map(int, numbers)], "ours": _times(best),
              "torch": _times(others[0])}
         )  # fmt: skip
     names = "gpu", "torch", "triton", "commit", "command"
     return {name: facts[name] for name in names} | {
         "shapes": [
-            {"sizes": [*map(int, sizes.split())], "k": k, "rows": found}
-            for (sizes, k), found in shapes.items()
+            {"sizes": [*map(int, sizes.split())], "k": k, "wide": bool(wide), "rows": found}
+            for (sizes, k, wide), found in shapes.items()
         ]
     }
 

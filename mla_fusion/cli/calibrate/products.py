@@ -12,6 +12,7 @@ import torch
 from mla_fusion.cli.bench import projections as bench
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import run_checks
+from mla_fusion.config import models
 from mla_fusion.measure.timing import measure_ceilings
 from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.shapes import shapes_of
@@ -24,7 +25,8 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
     """Measure, and write the file that `measured_here.load` reads; 1 if a result was wrong."""
     model, ranks = model_config.read(arguments.model), arguments.tensor_parallel_size
     model_config.cut(model, 1, ranks)  # it refuses what is no MLA model, or no rank of it
-    shapes = shapes_of(model.config, ranks)
+    wide_router = models.facts(str(model.config.get("model_type"))).wide_router
+    shapes = shapes_of(model.config, ranks, wide_router)
     path = folder / measured_here.file_name(measured_here.PRODUCTS, facts["gpu"])
     if any(row.verdict == "WRONG" for row in run_checks(CHECKS)):
         print("no product is measured; open an issue with `mla-fusion selftest --json FILE`")
@@ -48,4 +50,4 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
 
 
 def _shape(of: Mapping[str, Any]) -> Shape:
-    return Shape(tuple(of["sizes"]), of["k"])
+    return Shape(tuple(of["sizes"]), of["k"], of.get("wide", False))

@@ -4,13 +4,16 @@ on a CPU has none."""
 from collections.abc import Mapping
 from typing import Any
 
+from mla_fusion.config import models
+from mla_fusion.ops import Product
 from mla_fusion.projections import measured, shapes
 from mla_fusion.projections.measured import Shape
 
 
 def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
     """A line for each GPU on which some are. model: its whole config, of weights in bf16."""
-    every, said = shapes.shapes_of(model, ranks), []
+    wide_router = models.facts(str(model.get("model_type"))).wide_router
+    every, said = shapes.shapes_of(model, ranks, wide_router), []
     for name in measured.names():
         found = shapes.faster(name, every)
         ours = ", ".join(f"{_widths(shape)} ({n})" for shape, n in found.items())
@@ -20,4 +23,4 @@ def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
 
 
 def _widths(shape: Shape) -> str:
-    return f"{shape.k} -> {' + '.join(map(str, shape.sizes))}"
+    return str(Product(shape.k, shape.sizes, shape.wide))

@@ -21,7 +21,7 @@ CHAIN, REPLAYS = 6, 20  # launches of a captured graph, and its replays
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A call. odd: rows begin at no multiple of 16 bytes. hostile: x and a weight have NaN and
-    infinite elements."""
+    infinite elements. wide: the weights are fp32."""
 
     tokens: int
     k: int
@@ -29,9 +29,10 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     odd: bool = False
     hostile: bool = False
+    wide: bool = False
 
     def __str__(self) -> str:
-        marks = [name for name in ("odd", "hostile") if getattr(self, name)]
+        marks = [name for name in ("odd", "hostile", "wide") if getattr(self, name)]
         sizes = " + ".join(map(str, self.sizes))
         return ", ".join([f"{self.tokens} x {self.k} -> {sizes}", str(self.dtype)[6:], *marks])
 
@@ -45,6 +46,9 @@ def cases(plan: Plan, thorough: bool) -> Iterator[Case]:
         yield Case(tokens, 1100, (37,), hostile=True)
         yield Case(tokens, 300, (21, 40), torch.float16, odd=True)
         yield Case(tokens, 640, (24,), hostile=True)
+    for tokens in (1, MAX_TOKENS) if plan.kernel == "vector" else ():
+        yield Case(tokens, 1100, (37,), hostile=True, wide=True)
+        yield Case(tokens, 640, (24, 18), odd=True, wide=True)
 
 
 def check_all(kernel: str, thorough: bool) -> Iterator[Outcome]:
@@ -88,12 +92,13 @@ def build(case: Case, device: str) -> tuple[Any, ...]:
     """Arguments of `project`. Rows of x and of the weights lie between NaN, which nobody reads."""
     torch.manual_seed(case.k + case.tokens)
 
-    def rows(n: int) -> torch.Tensor:
-        wide = torch.full((n, case.k + 11 + 5 * (not case.odd)), NAN, dtype=case.dtype)
+    def rows(n: int, dtype: torch.dtype) -> torch.Tensor:
+        wide = torch.full((n, case.k + 11 + 5 * (not case.odd)), NAN, dtype=dtype)
         wide[:, 8 : 8 + case.k] = torch.randn(n, case.k)
         return wide.to(device)[:, 8 : 8 + case.k]
 
-    x, weights = rows(case.tokens), [rows(n) for n in case.sizes]
+    x, of_weights = rows(case.tokens, case.dtype), torch.float32 if case.wide else case.dtype
+    weights = [rows(n, of_weights) for n in case.sizes]
     if case.hostile:
         x[-1, 3], weights[0][5, 2] = INFINITY, NAN
         weights[0][7, 3] = 0.0
@@ -105,14 +110,14 @@ def build(case: Case, device: str) -> tuple[Any, ...]:
 def bounds(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """The most that each element may be off: half a step, and gamma_K * sum |x_i * w_i| as in
     `region.absorb_interval`."""
-    step = torch.finfo(x.dtype).eps
+    step = torch.finfo(weights[0].dtype).eps
     terms = (x.shape[1] + 1) * 2.0**-24
     found = []
     for weight in weights:
         a, b = x.double().abs(), weight.double().abs()
         limit = (a @ b.t()) * (terms / (1 - terms))
         exact = (x.double() @ weight.double().t()).abs()
-        limit += (exact + limit) * step / 2 * 1.001 + torch.finfo(x.dtype).tiny
+        limit += (exact + limit) * step / 2 * 1.001 + torch.finfo(weight.dtype).tiny
         found.append(limit)
     return found
 
