@@ -1,7 +1,5 @@
 """Runs a Gluon kernel on a CPU whose warps go in step, in torch: what it computes, not how.
 
-Asynchronous copies land as late as they may, in the `wait_group` that waits for them; until then
-their target is poison. Source addresses that are not at their vector's alignment are an error.
 Races between warps are not seen, but for the one that `gluon_program.py` refuses.
 """
 

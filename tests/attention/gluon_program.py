@@ -1,8 +1,11 @@
 """How a Gluon kernel runs on a CPU, program after program: its launch, and Gluon's functions.
 
 Triton's interpreter takes no Gluon. This takes the Python of a kernel and of all that it calls, and
-gives it `gluon_values` in place of registers and shared memory. What is asynchronous, and what runs
-beside what, is of the two machines: `gluon_double.py` and `gluon_warps.py`.
+gives it `gluon_values` in place of registers and shared memory. Products, and what runs beside
+what, are of the two machines: `gluon_double.py` and `gluon_warps.py`.
+
+`cp.async` lands as late as it may, in the `wait_group` that waits for it; until then its target is
+poison. Source addresses that are not at their vector's alignment are an error.
 
 Both refuse a matrix product that reads what threads have written to shared memory without a fence
 and a barrier of the same threads behind it. And where a launch precedes the end of the kernel in
