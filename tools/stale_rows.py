@@ -110,7 +110,7 @@ def changed(commit: str, path: str) -> frozenset[str]:
 
 def kernels(name: str, row: dict[str, str]) -> tuple[str, ...]:
     """The files of the kernels that a row of a result times."""
-    if row.get("arm") in ("default", "default2") or row.get("batch") == "0":  # the second is a prefill
+    if row.get("arm", "").startswith("default") or row.get("batch") == "0":  # a prefill has none
         return ()
     candidate = row.get("candidate", "ours")
     if name.startswith("region"):
