@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from mla_fusion import cli, config, gpu
 from mla_fusion.attention import cards, triton
 from mla_fusion.attention.card import Card, Shape, refused
-from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.cli.calibrate import measure
 from mla_fusion.cli.check import model_config, persistent_decode
 from mla_fusion.cli.child import Job
@@ -21,6 +20,7 @@ from mla_fusion.cli.selftest import kernels
 from mla_fusion.config import Options, eligibility, vllm_compat
 from mla_fusion.kernels import PROVIDERS, get_provider, reference
 from mla_fusion.kernels.card import Card as RegionCard
+from mla_fusion.kernels.launches import Launch
 from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import decode_choice, measured
 from tests import test_decode_choice, test_eligibility

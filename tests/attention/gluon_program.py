@@ -244,7 +244,7 @@ class Program:
             each.clear()
 
     def launch(self, given):
-        """Run a `plan.launches.Launch`."""
+        """Run a `kernels.launches.Launch`."""
         kernel, grid, arguments, options = given
         self.pdl, self.warps = bool(options.get("launch_pdl")), options["num_warps"]
         named = {name: self.argument(name, arguments[name]) for name in kernel.arg_names}

@@ -34,7 +34,7 @@ from mla_fusion.attention.cdna.cards import rows_and_waves
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Target, read_item, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 WARPS = gl.constexpr(4)
 TILE = gl.constexpr(64)  # tokens; 16 of each warp's scores

@@ -23,7 +23,7 @@ from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ from mla_fusion.attention.hopper.warp_specialized_fp8 import send, send_last, sl
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LN2, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 WARPS = gl.constexpr(8)  # that multiply
 

@@ -27,7 +27,7 @@ from mla_fusion.attention.hopper.common import async_load, barrier, load_layout,
 from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
 from mla_fusion.attention.plan.epilogue import largest
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 BOX = gl.constexpr(256)  # most rows of a copy by the tensor copy engine
 COLUMNS = gl.constexpr(PRODUCT_COLUMNS)

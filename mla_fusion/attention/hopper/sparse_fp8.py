@@ -30,7 +30,7 @@ from mla_fusion.attention.hopper.decode import store_item
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target, softmax_step
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 GROUPS = gl.constexpr(4)  # of latents with a scale of their own
 STAGES = gl.constexpr(2)  # tiles in shared memory: room for two CTAs on an SM

@@ -25,7 +25,7 @@ from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 # Tiles of keys in shared memory, and two barriers of each. keys: [n, tokens, L]. ropes: [n,
 # tokens, R]; nothing reads it if R is 0. slots: [n, tokens], -1 for none. full: the gathering

@@ -36,7 +36,7 @@ from mla_fusion.attention.hopper.warp_specialized_common import ROWS, WARPS, new
 from mla_fusion.attention.plan import launches
 from mla_fusion.attention.plan.device_code import LOG2E, Target
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.

@@ -9,7 +9,6 @@ from typing import Any
 
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.attention.plan.layouts import CacheLayout
-from mla_fusion.kernels.launches import Launch as Launch
 
 
 @dataclasses.dataclass(frozen=True)

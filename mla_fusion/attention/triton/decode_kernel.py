@@ -16,8 +16,8 @@ from mla_fusion.attention.cards import portable_rows
 from mla_fusion.attention.plan import device_code, launches
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, Source, read_item, within
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.kernels.arithmetic import next_power_of_two
+from mla_fusion.kernels.launches import Launch
 
 
 @triton.jit

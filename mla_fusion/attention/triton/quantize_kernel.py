@@ -9,7 +9,7 @@ import triton.language as tl
 from mla_fusion import gpu
 from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
 from mla_fusion.attention.plan.epilogue import GROUP, Epilogue, largest
-from mla_fusion.attention.plan.launches import Launch
+from mla_fusion.kernels.launches import Launch
 from mla_fusion.kernels.triton_rows import cast
 
 

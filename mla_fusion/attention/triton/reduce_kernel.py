@@ -5,8 +5,8 @@ import triton.language as tl
 
 from mla_fusion.attention.plan.device_code import LN2, LOG2E, within
 from mla_fusion.attention.plan.inputs import Inputs
-from mla_fusion.attention.plan.launches import Launch
 from mla_fusion.kernels.arithmetic import next_power_of_two
+from mla_fusion.kernels.launches import Launch
 from mla_fusion.kernels.triton import early_launch
 
 
