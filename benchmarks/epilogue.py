@@ -107,8 +107,7 @@ def make(case: Case) -> list[Inputs]:
 
 def ours(given: Inputs) -> None:
     """Reduction, product and quantization."""
-    provider.merge(given)
-    provider.multiply(given)
+    provider.follow(given)
 
 
 def vllm(given: Inputs) -> None:

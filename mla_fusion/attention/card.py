@@ -93,7 +93,8 @@ class Card:
     newest_triton: under a newer Triton `attention=auto` leaves decodes of this kernel to vLLM,
     until `mla-fusion calibrate` has run; None: it never does.
     rounds: it rounds each key of a byte cache to bf16; other kernels scale what they summed.
-    variant: of a product with W_UV, what is compiled for tokens, heads, and columns of a head.
+    variant: of a product with W_UV, what is compiled for tiles of the plan, tokens, heads, and
+    columns of a head. merges: whether it takes the place of the reduction.
     """
 
     name: str
@@ -108,7 +109,8 @@ class Card:
     page: int = 0
     newest_triton: tuple[int, int] | None = None
     rounds: bool = True
-    variant: Callable[[int, int, int], Hashable] = lambda tokens, heads, columns: None
+    variant: Callable[[int, int, int, int], Hashable] = lambda *of: None
+    merges: Callable[[Inputs], bool] = lambda given: False
 
     def runs_on(self, here: Gpu) -> bool:
         """Whether it compiles for a GPU."""

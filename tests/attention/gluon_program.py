@@ -23,7 +23,10 @@ from tests.attention.gluon_ptx import assemble
 from tests.attention.gluon_values import TYPES, Pointer, Shared, Tensor, overlap, poison, raw, span
 
 # What no kernel in front writes: the plan, whose kernel ends before, and a scale.
-PLAN = ("work_indptr_ptr", "work_info_ptr", "scale_ptr")
+PLAN = (
+    "work_indptr_ptr", "work_info_ptr", "qo_indptr_ptr", "reduce_indptr_ptr",
+    "reduce_partial_map_ptr", "scale_ptr",
+)  # fmt: skip
 
 
 def elementwise(function):

@@ -166,10 +166,10 @@ def test_a_warm_up_runs_every_launch(heads, most):
         for batch in batches:
             tiles, of_work = batch * plan.layout.fold, 3 * plan.layout.per_work
             yield reduce_kernel.reduction(tiles, of_work)
-            size = cards.product_size(batch * rows, heads, 128)
+            of = batch * rows, heads, 128
+            variant = cards.merged_rows(tiles, *of) or cards.product_rows(*of)
             for limit in (cards.PRODUCT_SIZE, 2 * cards.PRODUCT_SIZE):
-                of = batch * rows, heads, 128
-                yield limit, "torch" if size > limit else cards.product_rows(*of)
+                yield limit, "torch" if cards.product_size(*of) > limit else variant
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):

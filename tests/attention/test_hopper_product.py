@@ -8,13 +8,14 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper import cards, product
+from mla_fusion.attention.hopper import cards, few_rows, product
+from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.measure.distances import distance
 from tests.attention.decodes import BF16, FN, Launches
-from tests.attention.epilogue_cases import check_quantized
+from tests.attention.epilogue_cases import Case, check_quantized, expected, make
 from tests.attention.test_specialized_run import InStep
-from tests.attention.without_memory import behind
+from tests.attention.without_memory import behind, inputs, meta
 from tests.gpus import imitate
 from tests.kernels.compiled import LDS, compile_report
 
@@ -58,6 +59,52 @@ def test_the_product(dense, tokens, heads, latent, values, dtype):
     Machine(0).launch(product.launch_of(given))
     want = torch.einsum("thl,hlv->thv", given.out.double(), given.epilogue.w_uv.double())
     assert distance(out, want.flatten(1)) < 2.5e-3
+
+
+MERGED = {
+    "ragged": Case((1, 1, 1, 1, 1), (3, 0, 8, 2, 0), values=128, latent=256),
+    "drafts": Case((4, 1, 0, 3), (9, 0, 0, 17), heads=3, values=128, latent=256),
+    "outweighed": Case((2, 2), (32, 65), values=128, latent=256, outweighed=True),
+    "padding": Case((2, 1, 2), (2, 0, 3), values=128, latent=256, padding=4),
+    "folded heads": Case((1, 2), (2, 3), heads=18, values=128, latent=256),
+    "200 sequences": Case((1,) * 200, (0, 2) * 100, values=128, latent=256),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_splits_are_merged(name, monkeypatch):
+    monkeypatch.setattr(cards, "MERGED_TILES", 1)
+    monkeypatch.setattr(product, "merges", lambda given: True)
+    wide, given = make(MERGED[name], lse=True)
+    want = expected(given)
+    Machine(0).launch(product.launch_of(given))
+    assert not (wrong := want.wrong(wide, given)), wrong
+
+
+MERGING = {"heads": 16, "dtype": FN, "tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("changed", "merges"),
+    [({}, True), ({"heads": 8}, True), ({"tokens": 15}, False), ({"heads": 20}, False),
+     ({"dtype": BF16}, False), ({"page": 8}, False), ({"batch_invariant": True}, False),
+     ({"tokens": 300}, False)],
+)  # fmt: skip
+def test_where_splits_are_merged(changed, merges, monkeypatch):
+    """By the product, or by the reduction. The decode lets in the product early."""
+    imitate(monkeypatch, "sm_90")
+    options = MERGING | changed
+    heads, tokens = options["heads"], options["tokens"]
+    given, launched = inputs(**options, max_batch=512, max_kv_len=9), []
+    given.plan.step = Step(tokens, tokens, 1)
+    epilogue = Epilogue(meta(heads, 512, 128), meta(tokens, heads * 128))
+    given = dataclasses.replace(given, lse=None, epilogue=epilogue)
+    for name in ("decode", "merge", "multiply"):
+        monkeypatch.setattr(provider, name, lambda given, name=name: launched.append(name))
+    provider.launch(given)
+    assert launched == ["decode", *["merge"] * (not merges), "multiply"]
+    assert product.launch_of(given).arguments["MERGES"] == merges
+    assert few_rows.launch_of(given).arguments["early"] == merges
 
 
 @pytest.mark.parametrize("left_out", ["gdc_wait", "fence_async_shared"])

@@ -24,6 +24,9 @@ PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Less than in `BLOCKS` for 17 to 32 rows in fp8, and for fp8_ds_mla, whose blocks take longer.
 WIDE_OVERHEAD, DS_MLA_OVERHEAD = 3, 2
 PRODUCT_COLUMNS, PRODUCT_ROWS, PRODUCT_CTAS = 128, 64, 132  # of a CTA of `product.py`; at once
+# Of a product that merges splits: least tiles of a step, since fewer have more splits each; most
+# rows of a CTA, whose registers hold as many rows of splits.
+MERGED_TILES, MERGED_ROWS = 16, 32
 # Tokens times blocks of columns, rows and heads. On an H200 a decode and `torch.bmm` took 1.00 to
 # 1.20 of the time of a decode and this product up to here, 0.95 to 1.02 at twice as much, where a
 # quantization would be one more launch.
@@ -130,14 +133,37 @@ def product_rows(tokens: int, heads: int, values: int, batch_invariant: bool = F
     return min(most, max(8, next_power_of_two(tokens)))
 
 
+def merged_rows(tiles: int, tokens: int, heads: int, values: int) -> int:
+    """Tokens of a CTA of `product.py` that merges splits: the fewest with which all CTAs run at
+    once; 0 where it does not."""
+    rows, blocks = 8, heads * (values // PRODUCT_COLUMNS)
+    while rows < MERGED_ROWS and blocks * -(-tokens // rows) > PRODUCT_CTAS:
+        rows *= 2
+    fits = tiles >= MERGED_TILES and blocks * -(-tokens // rows) <= PRODUCT_CTAS
+    return rows if fits else 0
+
+
+def merges(given: Inputs) -> bool:
+    """Whether `product.py` merges the splits too, in place of the reduction. It does where it was
+    measured: behind `few_rows.py`, with up to 16 query rows in fp8."""
+    plan, step, epilogue = given.plan, given.plan.step, given.epilogue
+    if epilogue is None or step is None or plan.settings.batch_invariant:
+        return False
+    if given.rows > 16 or given.kv_cache.itemsize > 1 or few_rows(given):
+        return False
+    heads, _, values = epilogue.w_uv.shape
+    return merged_rows(step.batch * plan.layout.fold, len(given.out), heads, values) > 0
+
+
 def product_size(tokens: int, heads: int, values: int) -> int:
     """Rows of all CTAs of `product.py`."""
     return tokens * -(-tokens // PRODUCT_ROWS) * heads * (values // PRODUCT_COLUMNS)
 
 
-def _variant(tokens: int, heads: int, values: int) -> tuple[int, bool, bool]:
-    size = product_size(tokens, heads, values)
-    return product_rows(tokens, heads, values), size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
+def _variant(tiles: int, tokens: int, heads: int, values: int) -> tuple[int, int, bool, bool]:
+    of = tokens, heads, values
+    size, merged = product_size(*of), merged_rows(tiles, *of)
+    return product_rows(*of), merged, size > PRODUCT_SIZE, size > 2 * PRODUCT_SIZE
 
 
 def product(given: Inputs) -> Decline | None:
@@ -191,7 +217,7 @@ def _of_sparse_specialized(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
     return plan if of.layout and of.layout.behind else plan | {"overhead": DS_MLA_OVERHEAD}
 
 
-PRODUCTS = (Card("hopper.product", gpu.HOPPER, product, variant=_variant),)
+PRODUCTS = (Card("hopper.product", gpu.HOPPER, product, variant=_variant, merges=merges),)
 CARDS = (
     Card(
         "hopper.sparse_fp8", gpu.HOPPER, sparse_fp8,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper import common, tile
+from mla_fusion.attention.hopper import cards, common, tile
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, barrier, items_of, read_item, tiles_of
 from mla_fusion.attention.hopper.decode import load_query, read_scales, store_rows
@@ -36,7 +36,7 @@ Tiles = namedtuple("Tiles", "keys ropes full free")
 
 
 @gluon.jit
-def copy(work, tiles, latents, rotated, block_rows, form: gl.constexpr):
+def copy(work, tiles, latents, rotated, block_rows, early, form: gl.constexpr):
     """The copying warp: all tiles of all items, in order, a box from each page."""
     BOX: gl.constexpr = latents.block_type.shape[0]
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
@@ -64,6 +64,10 @@ def copy(work, tiles, latents, rotated, block_rows, form: gl.constexpr):
                 common.tma_load(latents, [row, 0], full, keys.slice(i, BOX))
                 common.tma_load(rotated, [row, form.L], full, ropes.slice(i, BOX))
             done += 1
+    # A product that merges may be launched, and waits: each SM has room for one of its CTAs. Of
+    # the reduction the SMs that are done first would take too many.
+    if (early > 0) & (begin < end):
+        gdc.gdc_launch_dependents()
 
 
 @gluon.jit
@@ -114,7 +118,7 @@ def score(
 
 
 @gluon.jit
-def multiply(work, tiles, shared, target, form: gl.constexpr):
+def multiply(work, tiles, shared, target, early, form: gl.constexpr):
     """The other warps: the sums [latents, rows], in fp8 of even and of odd latents apart."""
     ROWS: gl.constexpr = shared.p.shape[2]
     BUFFERS: gl.constexpr = tiles.keys.shape[0]
@@ -155,20 +159,21 @@ def multiply(work, tiles, shared, target, form: gl.constexpr):
         # The kernel in front may still read what is written here.
         gdc.gdc_wait()
         # The reduction may be launched, and waits.
-        if number == end - 1:
+        if (early < 1) & (number == end - 1):
             gdc.gdc_launch_dependents()
         store_rows((acc,), (odd,), factors, work, item, target, form, PARTS == 2)
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
-@gluon.jit(do_not_specialize=["table_stride", "fresh"])
+@gluon.jit(do_not_specialize=["table_stride", "fresh", "early"])
 def mla_decode_few_rows(
     q_ptr, table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr,
     work_info_ptr, q_scale_ptr, kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t,
-    out_stride_h, table_stride, latents, rotated, block_rows, fresh, FORM: gl.constexpr,
-    ROWS: gl.constexpr,
+    out_stride_h, table_stride, latents, rotated, block_rows, fresh, early,
+    FORM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """This kernel takes the parameters of `mla_decode_hopper`, and is launched as early."""
+    """This kernel takes the parameters of `mla_decode_hopper`, and is launched as early. early: not
+    0 if the product merges, and the copying warp lets it in."""
     if fresh != 0:
         gdc.gdc_wait()
     TYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -202,12 +207,12 @@ def mla_decode_few_rows(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (multiply, (work, tiles, shared, target, FORM)),
+            (multiply, (work, tiles, shared, target, early, FORM)),
             (score, (
                 work, tiles, q_keys, q_ropes, shared, target, q_ptr, scale, q_scale_ptr,
                 kv_scale_ptr, q_stride_t, q_stride_h, FORM,
             )),
-            (copy, (work, tiles, latents, rotated, block_rows, FORM)),
+            (copy, (work, tiles, latents, rotated, block_rows, early, FORM)),
         ],
         [4, 1],
         [128 if BITS == 8 else 152, 40],
@@ -222,6 +227,7 @@ def launch_of(given: Inputs) -> Launch:
     rows, box = 16 if given.rows <= 16 else 32, math.gcd(TILE.value, given.kv_cache.shape[1])
     boxes = common.cache_boxes(given.kv_cache, given.widths, box)
     cache = dict(zip(("latents", "rotated", "block_rows"), boxes, strict=True))
-    arguments = {**launches.common(given), **cache, "ROWS": rows}
+    early = int(cards.merges(given))
+    arguments = {**launches.common(given), **cache, "early": early, "ROWS": rows}
     options = {"num_warps": WARPS.value, "launch_pdl": True}
     return Launch(mla_decode_few_rows, launches.grid(given, rows), arguments, options)

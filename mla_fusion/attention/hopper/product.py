@@ -3,7 +3,8 @@ and its quantization, if there is one.
 
 It is launched before the reduction in front has ended, and has W_UV in shared memory when the
 latents are there. What is left is their trip, one chain of WGMMA and a store. `torch.bmm` is
-launched behind the reduction, and reads W_UV then.
+launched behind the reduction, and reads W_UV then. Of many sequences it merges the splits itself
+(`merge.py`), and no reduction runs.
 
 y^T [V, rows] = W_UV^T [V, L] x^T [L, rows] is computed: WGMMA needs M >= 64. A CTA has all columns
 of a group, so it finds the group's maximum.
@@ -22,8 +23,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc
 
 from mla_fusion.attention.hopper import common
-from mla_fusion.attention.hopper.cards import PRODUCT_COLUMNS, product_rows
+from mla_fusion.attention.hopper.cards import PRODUCT_COLUMNS, merged_rows, merges, product_rows
 from mla_fusion.attention.hopper.common import async_load, barrier, load_layout, tma_load
+from mla_fusion.attention.hopper.merge import MERGED, Splits, merge_latents, row_layout, splits_of
 from mla_fusion.attention.plan.device_code import LEAST_SCALE, power_of_two
 from mla_fusion.attention.plan.epilogue import largest
 from mla_fusion.attention.plan.inputs import Inputs
@@ -46,7 +48,9 @@ def copy_weights(weights, w, arrived, first, DENSE: gl.constexpr):
 
 @gluon.jit
 def copy_latents(target, pointer, stride_t, left):
-    """Copy rows of latents into `target` [rows, L]; zeros from row `left` on."""
+    """Copy rows of latents into `target` [rows, L], when the kernel in front has ended; zeros from
+    row `left` on."""
+    gdc.gdc_wait()
     layout: gl.constexpr = load_layout(target.shape[1], target.dtype, gl.num_warps())
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     col = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
@@ -74,13 +78,16 @@ def in_groups(y, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr):
 
 
 # Do not specialize on one token, nor on a stride of 1: the warm-up would compile another variant.
-@gluon.jit(do_not_specialize=["tokens", "scale_ptr", "scale_stride_t", "scale_stride_g"])
+@gluon.jit(do_not_specialize=["batch", "tokens", "scale_ptr", "scale_stride_t", "scale_stride_g"])
 def mla_product(
-    latent_ptr, w, out_ptr, scale_ptr, tokens, latent_stride_t, latent_stride_h, out_stride_t,
-    scale_stride_t, scale_stride_g, w_step, L: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr,
-    DENSE: gl.constexpr, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr,
+    latent_ptr, w, out_ptr, scale_ptr, lse_ptr, partial_ptr, partial_lse_ptr, reduce_indptr_ptr,
+    reduce_partial_map_ptr, qo_indptr_ptr, batch, heads, tokens, latent_stride_t, latent_stride_h,
+    out_stride_t, scale_stride_t, scale_stride_g, w_step, L: gl.constexpr, V: gl.constexpr,
+    ROWS: gl.constexpr, DENSE: gl.constexpr, QUANTIZATION: gl.constexpr, LARGEST: gl.constexpr,
+    HEADS: gl.constexpr, FOLD: gl.constexpr, LSE: gl.constexpr, MERGES: gl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns, block `program_id(0)`, of head `program_id(1)`; ROWS tokens.
+    """COLUMNS columns, block `program_id(0)`, of head `program_id(1)`; ROWS tokens. MERGES: it
+    takes the place of the reduction, else it is launched behind that.
 
     w: descriptor of W_UV as `weights_of` has it; w_step: rows or columns of it from head to head.
     W_UV and a given scale do not change between launches: only the latents wait for the kernel in
@@ -101,10 +108,25 @@ def mla_product(
     copy_weights(weights, w, arrived, head * w_step + column, DENSE)
     if QUANTIZATION == "tensor":
         inverse = gl.div_rn(1.0, gl.load(scale_ptr))
-    gdc.gdc_wait()
     first = gl.program_id(2) * ROWS
     pointer = latent_ptr + first.to(gl.int64) * latent_stride_t + head * latent_stride_h
-    copy_latents(latents, pointer, latent_stride_t, tokens - first)
+    left = tokens - first
+    if MERGES:
+        of_row: gl.constexpr = row_layout(MERGED // ROWS, WARPS)
+        token = first + gl.arange(0, ROWS, of_row)
+        plan = Splits(
+            qo_indptr_ptr, batch, reduce_indptr_ptr, reduce_partial_map_ptr, partial_ptr,
+            partial_lse_ptr,
+        )  # fmt: skip
+        begin, count, row = splits_of(plan, token, head, HEADS, FOLD)
+        if gl.max(count, 0) > 0:
+            pointers = latent_ptr + token.to(gl.int64) * latent_stride_t + head * latent_stride_h
+            lses = lse_ptr + token.to(gl.int64) * heads + head
+            merge_latents(latents, plan, begin, count, row, pointers, lses, left, HEADS, LSE)
+        else:
+            copy_latents(latents, pointer, latent_stride_t, left)
+    else:
+        copy_latents(latents, pointer, latent_stride_t, left)
     mbarrier.wait(arrived, 0)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     w_tile = weights if DENSE == "L" else weights.permute((1, 0))
@@ -149,18 +171,27 @@ def launch_of(given: Inputs) -> Launch:
     """The launch of the product of a decode with its epilogue."""
     epilogue, latents = given.epilogue, given.out
     assert epilogue is not None
-    out, tokens = epilogue.out, len(latents)
+    out, tokens, plan = epilogue.out, len(latents), given.plan
+    assert plan.step is not None, "the caller has refreshed the plan"
     heads, latent, values = epilogue.w_uv.shape
-    w, step, dense = weights_of(epilogue.w_uv)
-    rows = product_rows(tokens, heads, values, given.plan.settings.batch_invariant)
+    w, w_step, dense = weights_of(epilogue.w_uv)
+    if is_merging := merges(given):
+        rows = merged_rows(plan.step.batch * plan.layout.fold, tokens, heads, values)
+    else:
+        rows = product_rows(tokens, heads, values, plan.settings.batch_invariant)
     (stride_t, stride_h, _), (scale_t, scale_g) = latents.stride(), epilogue.scale_strides
     arguments = {
         "latent_ptr": latents, "w": w, "out_ptr": out,
         "scale_ptr": given.or_unused(epilogue.scale), "tokens": tokens,
         "latent_stride_t": stride_t, "latent_stride_h": stride_h, "out_stride_t": out.stride(0),
-        "scale_stride_t": scale_t, "scale_stride_g": scale_g, "w_step": step, "L": latent,
+        "scale_stride_t": scale_t, "scale_stride_g": scale_g, "w_step": w_step, "L": latent,
         "V": values, "ROWS": rows, "DENSE": dense, "QUANTIZATION": epilogue.quantization,
         "LARGEST": largest(out.dtype),
+        "partial_ptr": plan.partial_output, "partial_lse_ptr": plan.partial_lse,
+        "reduce_indptr_ptr": plan.reduce_indptr, "reduce_partial_map_ptr": plan.reduce_partial_map,
+        "qo_indptr_ptr": plan.qo_indptr, "batch": plan.step.batch, "heads": heads,
+        "lse_ptr": given.or_unused(given.lse), "LSE": given.lse is not None,
+        "HEADS": plan.layout.per_work, "FOLD": plan.layout.fold, "MERGES": is_merging,
     }  # fmt: skip
     grid = values // PRODUCT_COLUMNS, heads, -(-tokens // rows)
     options = {"num_warps": PRODUCT_COLUMNS // 16, "launch_pdl": True}

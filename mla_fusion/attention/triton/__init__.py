@@ -61,10 +61,18 @@ def persistent_mla_decode(given: Inputs) -> None:
 def launch(given: Inputs) -> None:
     """The decode of checked arguments and what follows it."""
     decode(given)
-    merge(given)
+    follow(given)
+    given.plan.fresh = False
+
+
+def follow(given: Inputs) -> None:
+    """The launches behind a decode: the reduction, unless the product merges the splits too, and
+    an epilogue."""
+    card = product_card(given)
+    if card is None or not card.merges(given):
+        merge(given)
     if given.epilogue is not None:
         multiply(given)
-    given.plan.fresh = False
 
 
 def decode(given: Inputs) -> None:
@@ -81,7 +89,9 @@ def merge(given: Inputs) -> None:
 
 
 def product_card(given: Inputs) -> Card | None:
-    """The card of the product with W_UV; None where `torch.bmm` computes it."""
+    """The card of the product with W_UV; None without one, and where `torch.bmm` computes it."""
+    if given.epilogue is None:
+        return None
     here = gpu.of(given.out.device)
     return next((card for card in cards.PRODUCTS if card.takes(here, given)), None)
 
@@ -123,7 +133,8 @@ def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:
         merged = reduction(batch * layout.fold, rows, settings.batch_invariant)
         batches.setdefault(merged, batch)
         for length in range(1, settings.max_query_len + 1) if values else ():
-            product = batch * length, settings.num_heads, values or 0
+            tiles = batch * layout.fold
+            product = tiles, batch * length, settings.num_heads, values or 0
             variants = (card.variant(*product) for card in cards.PRODUCTS)
             batches.setdefault((length, *variants), batch)
     return sorted(set(batches.values()))

@@ -83,6 +83,9 @@ def _epilogue(thorough: bool) -> Iterator[Outcome]:
     shapes = EPILOGUES + (MORE_EPILOGUES if thorough else [])
     if gpu.of("cuda").no_fp8():
         shapes = [shape for shape in shapes if shape.quantization == "none"]
+    else:
+        # On Hopper this product merges splits.
+        shapes = [*shapes, _behind(16, batch=40, q=gpu.fp8_type(), kv=gpu.fp8_type())]
     return decode.check(None, shapes, repeats=REPEATS[thorough])
 
 
