@@ -4,13 +4,16 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessException
 
 from mla_fusion import cli
 from mla_fusion.cli.child import Job
-from mla_fusion.cli.selftest import command, kernels
+from mla_fusion.cli.selftest import command, kernels, ranks
+from mla_fusion.measure.outcome import CannotRun
 from tests.gpus import imitate
 
 CHILD = """
@@ -91,3 +94,38 @@ def test_a_child_says_what_its_check_raised():
     row = kernels.watch("decode nothing", False, print)
     assert row.verdict == "WRONG" and row.cases == 0
     assert row.wrong.startswith("the next case: KeyError: 'decode nothing'")
+
+
+RIGHT, WRONG = ("16 tokens, rank 0", 0, 0), ("16 tokens, rank 1", 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told", "end", "found"),
+    [
+        (1, [], True, "it needs two GPUs"),
+        (2, [], "\n-- Process 1\nOSError: no NCCL\n", "do not start: OSError: no NCCL"),
+        (2, [None, RIGHT], "an illegal memory access", "an illegal memory access"),
+        (2, [None, RIGHT, None, WRONG], True, [True, False]),
+    ],
+)
+def test_ranks_that_start_and_those_that_do_not(monkeypatch, gpus, told, end, found):
+    def spawn(work, given, nprocs, join):
+        for each in told:
+            given[1].put(each)
+        return SimpleNamespace(join=lambda seconds: next(answers)())
+
+    def ends():
+        if end is not True:
+            raise ProcessException(end, 1, 0)
+        return True
+
+    answers = iter([lambda: False, ends])
+    imitate(monkeypatch, "sm_90")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(ranks.multiprocessing, "spawn", spawn)
+    if isinstance(found, str):
+        kind = ProcessException if None in told else CannotRun
+        with pytest.raises(kind, match=found):
+            [*ranks.check_all(False)]
+    else:
+        assert [each.right for each in ranks.check_all(False)] == found

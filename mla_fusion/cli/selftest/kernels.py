@@ -21,7 +21,7 @@ from mla_fusion import gpu, kernels
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Card, Decodes, Shape
 from mla_fusion.cli.child import EngineError, Job, end, result, start
-from mla_fusion.cli.selftest import decode, norms, planner, projections, region, sparse
+from mla_fusion.cli.selftest import decode, norms, planner, projections, ranks, region, sparse
 from mla_fusion.kernels.card import Card as RegionCard
 from mla_fusion.measure.outcome import CannotRun, Outcome
 from mla_fusion.projections.plans import PLANS
@@ -52,7 +52,7 @@ def checks() -> dict[str, Check]:
     found |= {"epilogue": _epilogue, **{f"sparse {x}": partial(_sparse, x) for x in caches}}
     kinds = dict.fromkeys(plan.kernel for plan in PLANS)
     found |= {f"projection {x}": partial(projections.check_all, x) for x in kinds}
-    return found | {"norm": norms.check_all}
+    return found | {"norm": norms.check_all, "all-reduce": ranks.check_all}
 
 
 def decodes(of: Iterable[Card], kind: str) -> dict[str, Check]:
