@@ -104,6 +104,7 @@ RIGHT, WRONG = ("16 tokens, rank 0", 0, 0), ("16 tokens, rank 1", 3, 0)
     [
         (1, [], True, "it needs two GPUs"),
         (2, [], "\n-- Process 1\nOSError: no NCCL\n", "do not start: OSError: no NCCL"),
+        (2, [], False, "do not start in 0 s"),
         (2, [None, RIGHT], "an illegal memory access", "an illegal memory access"),
         (2, [None, RIGHT, None, WRONG], True, [True, False]),
     ],
@@ -112,14 +113,17 @@ def test_ranks_that_start_and_those_that_do_not(monkeypatch, gpus, told, end, fo
     def spawn(work, given, nprocs, join):
         for each in told:
             given[1].put(each)
-        return SimpleNamespace(join=lambda seconds: next(answers)())
+        processes = [SimpleNamespace(kill=lambda: killed.append(0))] * 2
+        return SimpleNamespace(processes=processes, join=lambda seconds: next(answers)())
 
     def ends():
         if end is not True:
             raise ProcessException(end, 1, 0)
         return True
 
-    answers = iter([lambda: False, ends])
+    answers, killed = iter([lambda: False, ends]), []
+    if end is False:
+        monkeypatch.setattr(ranks, "START", 0)
     imitate(monkeypatch, "sm_90")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(ranks.multiprocessing, "spawn", spawn)
@@ -129,3 +133,4 @@ def test_ranks_that_start_and_those_that_do_not(monkeypatch, gpus, told, end, fo
             [*ranks.check_all(False)]
     else:
         assert [each.right for each in ranks.check_all(False)] == found
+    assert len(killed) == (2 if end is False else 0)

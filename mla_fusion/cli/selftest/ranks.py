@@ -3,6 +3,7 @@ late: no launch may write what the other rank still reads, nor read what is not 
 
 import random
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from mla_fusion.projections.triton import launch, normalize
 LAYERS, REPLAYS, BANK = 12, 10_000, 8  # of a graph; of it; inputs in turns, so old ones show
 HIDDEN, K, ROWS = 2048, 1024, 1536  # of q; K is what the next layer reads of it
 PLANS = {1: Plan("vector", 8, 4), MAX_TOKENS: Plan("matrix", 16, 8)}  # by tokens
+START = 120.0  # seconds for vLLM's ranks to start, in which FlashInfer's all-reduce may compile
 LATE = 100_000  # cycles at most that a rank sleeps before a replay
 
 
@@ -32,8 +34,12 @@ def check_all(thorough: bool) -> Iterator[Outcome]:
         port = free.getsockname()[1]
     told = multiprocessing.get_context("spawn").SimpleQueue()
     ranks = multiprocessing.spawn(work, (port, told), nprocs=2, join=False)
-    started, ended = False, False
+    started, ended, end = False, False, time.monotonic() + START
     while not ended:
+        if not started and time.monotonic() > end:
+            for process in ranks.processes:
+                process.kill()
+            raise CannotRun(f"two ranks of vLLM do not start in {START:.0f} s")
         try:
             ended = ranks.join(1)
         except ProcessException as error:
