@@ -120,7 +120,8 @@ def complete_table(points: dict[tuple[str, ...], Steps]) -> list[str]:
     head = ["model, vLLM, KV cache, context, commit", *(f"batch {batch}" for batch in batches)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for point, measured in points.items():
-        cells = [", ".join((*point, next(iter(measured.values()))["commit"]))]
+        commits = dict.fromkeys(row["commit"] for row in measured.values())
+        cells = [", ".join((*point, *commits))]
         for batch in batches:
             if (batch, "default") not in measured:
                 cells.append("not run")
