@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--arms", default="", help="not of `tokens`: separated by commas")
     parser.add_argument("--layers", type=int, default=0, help="`complete`: at most so many layers")
     parser.add_argument("--graphs", default="", help="`complete`: vLLM's cudagraph_mode")
-    parser.add_argument("--drafts", type=int, default=0, help="`complete`: drafts of MTP a step")
+    parser.add_argument("--drafts", type=int, default=0, help="`complete`, `start`: of MTP a step")
     for way in WAYS:
         parser.add_argument(f"--{way}", type=int, default=1, help="GPUs of an engine; see above")
     parser.add_argument("--multicast", action="store_true", help="with all-reduces that need it")

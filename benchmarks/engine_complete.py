@@ -9,7 +9,8 @@ The arms are `default` and `auto`, the flag alone, unless `--arms` names others:
 distance from `default` is the noise, `fused`, `portable`, and the unfused `cat`, `native` (see
 engine.py) and `stored`, which is `cat` with the flag's setting of Inductor (docs/flags.md).
 
-`short` has steps with a prompt of 16 to 128 tokens: alone, behind a cached prefix, beside decodes.
+`short` has steps with a prompt of 16 to 128 tokens: alone, behind a cached prefix, beside decodes;
+engines capture vLLM's own list of sizes.
 
 Rows: the median, least and most of the rounds, each the median of 20 steps on the GPU (the CUDA
 graph of the forward pass, or the whole step of a prefill, batch 0, with drafts of MTP, or with
@@ -126,7 +127,7 @@ class Case(NamedTuple):
 
 def cases(args: argparse.Namespace, arms: int) -> Iterator[Case]:
     """The cases that `args.only` names, for so many engines, without points that do not fit."""
-    n = args.gpus
+    n, short = args.gpus, args.what == "short"
     kinds = {"": {}, "tp": {"tp": n}, "dp": {"dp": n}, "dcp": {"tp": n, "dcp": n}}
     works = [(m, "", c, args.drafts) for c in ("fp8", "auto") for m in MODELS]
     if n > 1:
@@ -153,8 +154,8 @@ def cases(args: argparse.Namespace, arms: int) -> Iterator[Case]:
         changes = {
             "what": "complete", "model": name, "layers": model.layers, "cache": cache,
             "drafts": drafts, "device": devices(0, n), "seqs": 128, "max_len": 20480,
-            "capture": [b * (1 + drafts) for b in (1, 8, 32, 128)], "max_tokens": 8192,
-            "prefix_caching": args.what == "short", "cache_bytes": most,
+            "capture": [] if short else [b * (1 + drafts) for b in (1, 8, 32, 128)],
+            "max_tokens": 8192, "prefix_caching": short, "cache_bytes": most,
             "multicast": args.multicast,
             "shared_weights": f"{tempfile.mkdtemp()}/weights" if shared else "", **kinds[kind],
             **({"cudagraph_mode": args.graphs} if args.graphs else {}),

@@ -53,7 +53,7 @@ def start(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]
     with ThreadPoolExecutor(gpus) as pool:
         for state in STATES:  # of all arms: a cold start beside a warm one would look shorter
             made = [
-                pool.submit(once, *work, state, folder, devices(i % gpus, 1), args.layers, end)
+                pool.submit(once, *work, state, folder, devices(i % gpus, 1), args, end)
                 for i, (work, folder) in enumerate(folders.items())
             ]
             rows = [row for each in made if (row := each.result())]
@@ -62,12 +62,13 @@ def start(args: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], int]
 
 
 def once(
-    name: str, arm: str, state: str, folder: str, device: str, layers: int, end: float
+    name: str, arm: str, state: str, folder: str, device: str, args: argparse.Namespace, end: float
 ) -> dict[str, Any] | None:
     """The row of one start of an arm; None if it failed."""
     options = {
-        "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(layers).layers,
-        "device": device, "folder": folder, "seqs": 128, "capture": [], "max_tokens": 8192,
+        "what": "start", "model": name, "arm": arm, "layers": MODELS[name].cut(args.layers).layers,
+        "drafts": args.drafts, "device": device, "folder": folder, "seqs": 128, "capture": [],
+        "max_len": 20480, "max_tokens": 8192, "prefix_caching": True,
         "variables": {"VLLM_DISABLE_COMPILE_CACHE": "0", "TRITON_HOME": folder},
     }  # fmt: skip
     began = time.time()
@@ -77,6 +78,7 @@ def once(
         return None
     row = {
         "model": name, "layers": options["layers"], "arm": arm, "start": state,
+        **({"drafts": args.drafts} if args.drafts else {}),
         "cores": len(os.sched_getaffinity(0)),
         "ready_s": round(result["ready"] - began, 1), "token_s": round(result["token"] - began, 1),
         "compile_s": round(result["compile"], 1), **logged(Path(folder, child.LOG)),
