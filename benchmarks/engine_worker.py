@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # How names of this library's kernels begin; the sparse decodes, mla_sparse, count as decodes.
 KERNELS = ("mla_prep", "mla_plan", "mla_decode", "mla_reduce", "mla_product")
 STEPS = 20  # of one measurement
-MORE = 10  # steps at most that an engine in a process of its own is ahead
+MORE = 10  # steps in front, and at most that an engine in a process of its own is ahead
 HELD = 400  # tokens of a request that is measured: more than its steps
 
 
@@ -87,10 +87,9 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     """Answer each line of the input with a line of JSON, until "go".
 
     "hold BATCH CONTEXT PROMPT PREFIX": prefill requests of CONTEXT tokens, in place of those
-    before. "time": microseconds of one of their decode steps, by the clock and on the GPU: of its
-    CUDA graph, and on one GPU with drafts of the whole step. With a PROMPT the whole step of each
-    also prefills a new request of PROMPT tokens behind PREFIX ones that are in the cache.
-    """
+    before. "time": microseconds of a decode step, by the clock and on the GPU: of its CUDA graph,
+    and on one GPU with drafts of all of it. With a PROMPT each step, all of it, also prefills a new
+    request of PROMPT tokens behind PREFIX ones that are in the cache."""
     graphs, alone = False, job["tp"] * job["dp"] == 1
     with contextlib.ExitStack() as held:
         for line in iter(sys.stdin.readline, "go\n"):
@@ -109,7 +108,7 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
                         step = functools.partial(prefill, llm, prompt, prefix)
                     step(10)
                 else:
-                    step(MORE if job["tp"] > 1 else 3)
+                    step(MORE)
                     answer["wall"] = clocked(step, STEPS)
                     if not graphs:
                         answer["gpu"] = eager_time(step)
@@ -120,14 +119,16 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
 
 @contextlib.contextmanager
 def running(llm: Any, job: dict[str, Any]) -> Iterator[None]:
-    """Let the engine step. With tensor parallelism it steps by itself, in a process of its own, as
-    a server's does, and pauses behind this context; else it steps when it is asked."""
+    """Let the engine step: when it is asked, and with tensor parallelism by itself, in a process of
+    its own, as a server's does; then it pauses behind this context, with all outputs read."""
     core = llm.llm_engine.engine_core
     if job["tp"] > 1:
         core.call_utility("resume_scheduler")
     yield
     if job["tp"] > 1:
         core.call_utility("pause_scheduler", "keep", False)
+        while not core.outputs_queue.empty():
+            core.get_output()
 
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +170,8 @@ def launches(llm: Any, batch: int) -> dict[str, float]:
 def requests(llm: Any, prompts: list[list[int]], tokens: int) -> Iterator[Callable[[int], None]]:
     """Add a request of `tokens` tokens for each prompt; abort them at the end.
 
-    Yields a function that runs so many steps, once every request decodes. A server makes the
-    outputs for its users in another process: they are left out."""
+    Yields a function that runs so many steps, once every request decodes, without outputs for
+    users: a server makes them in another process."""
     import vllm
 
     core = llm.llm_engine
@@ -214,10 +215,12 @@ def prompts(batch: int, context: int) -> list[list[int]]:
 
 def clocked(step: Callable[[int], None], count: int) -> float:
     """Microseconds of a step by the clock, mean of `count`."""
-    torch.cuda.synchronize()
+    # Where workers have the GPUs, CUDA would start here, while the engine steps on.
+    settle = torch.cuda.synchronize if torch.cuda.is_initialized() else time.perf_counter
+    settle()
     began = time.perf_counter()
     step(count)
-    torch.cuda.synchronize()
+    settle()
     return (time.perf_counter() - began) / count * 1e6
 
 
@@ -241,25 +244,21 @@ def full_graph_times(
 ) -> dict[str, float]:
     """Microseconds on the GPU of a step's CUDA graphs, median of the steps: one of a forward pass,
     and one of a draft, else nothing; "gpu" of the first rank, "gpu1" of the next. With collectives
-    a rank waits for the others in it.
-
-    Raises:
-        RuntimeError: a forward pass is not one graph.
-    """
-    graphs, more = 1 + bool(job["drafts"]), MORE if job["tp"] > 1 else 0
+    a rank waits for the others in it. Raises RuntimeError if a forward pass is not one graph."""
+    graphs, more = 1 + bool(job["drafts"]), MORE * (job["tp"] > 1)
     llm.collective_rpc("time_replays")
     try:
         with running(llm, job):
-            step(STEPS + more)  # some of them ran before the last pause
+            step(STEPS)
     finally:
         times = llm.collective_rpc("replay_times")
-    wanted = range(STEPS * graphs, (STEPS + 2 * more) * graphs + 1, graphs)
+    wanted = range(STEPS * graphs, (STEPS + more) * graphs + 1, graphs)
     if any(len(each) not in wanted for each in times):
         if graphs > 1:
             return {}  # runner V1 drafts in pieces
         raise RuntimeError(
             f"{STEPS} decode steps replayed {[len(each) for each in times]} CUDA graphs on their "
-            "ranks: a step must be one full graph, or its GPU time is not that of a forward pass"
+            "ranks, and the GPU time of a forward pass is that of one full graph"
         )
     sums = ([sum(each[i : i + graphs]) for i in range(0, len(each), graphs)] for each in times)
     return {f"gpu{rank or ''}": statistics.median(each) for rank, each in enumerate(sums)}

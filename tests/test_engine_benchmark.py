@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import queue
 import subprocess
 import sys
 import time
@@ -199,30 +200,39 @@ def test_the_last_rank_alone_has_the_planted_error(last, monkeypatch):
     ("tp", "drafts", "replays", "found"),
     [
         (1, 0, [3.0] * 20, 3.0), (1, 0, [3.0] * 21, ""), (2, 0, [3.0] * 23, 3.0),
-        (2, 0, [3.0] * 40, 3.0), (2, 0, [3.0] * 41, ""), (2, 1, [3.0, 1.0] * 22, 4.0),
+        (2, 0, [3.0] * 30, 3.0), (2, 0, [3.0] * 31, ""), (2, 1, [3.0, 1.0] * 22, 4.0),
         (2, 1, [1.0] * 99, None),
     ],
 )  # fmt: skip
 def test_the_gpu_time_of_each_rank_is_that_of_its_graphs(tp, drafts, replays, found):
     """Of a forward pass, and of a draft; runner V1 drafts in pieces, which are not timed."""
     asked = []
-    core = types.SimpleNamespace(call_utility=lambda name, *_: asked.append(name))
+    core = types.SimpleNamespace(
+        call_utility=lambda name, *_: asked.append(name), outputs_queue=queue.Queue(),
+        get_output=lambda: asked.append(core.outputs_queue.get()),
+    )  # fmt: skip
+    core.outputs_queue.put("output")  # of a step that ran before the pause
     llm = types.SimpleNamespace(
         collective_rpc=lambda what: asked.append(what) or [replays] * 2,
         llm_engine=types.SimpleNamespace(engine_core=core),
     )
     job = {"tp": tp, "drafts": drafts}
     if found == "":
-        with pytest.raises(RuntimeError, match="must be one full graph"):
+        with pytest.raises(RuntimeError, match="that of one full graph"):
             engine_worker.full_graph_times(llm, asked.append, job)
     else:
         times = engine_worker.full_graph_times(llm, asked.append, job)
         assert times == ({"gpu": found, "gpu1": found} if found else {})
     steps = [engine_worker.STEPS]
     if tp > 1:  # an engine in a process of its own steps by itself, and may be ahead
-        more = engine_worker.STEPS + engine_worker.MORE
-        steps = ["resume_scheduler", more, "pause_scheduler"]
+        steps = ["resume_scheduler", *steps, "pause_scheduler", "output"]
     assert asked == ["time_replays", *steps, "replay_times"]
+
+
+def test_a_process_without_a_gpu_of_its_own_starts_no_cuda_while_it_times(monkeypatch):
+    """The engine steps on meanwhile: all its steps were over before they were timed."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("CUDA starts"))
+    assert engine_worker.clocked(lambda count: time.sleep(count / 1e3), 2) > 1e3
 
 
 @pytest.mark.parametrize(
