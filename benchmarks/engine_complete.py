@@ -107,8 +107,8 @@ MODELS = {
 # With several GPUs an engine: model, how its ranks divide the work, and layers; R1 also has drafts.
 RANKS = {
     ("deepseek-v2-lite", "tp"): Model(27, 31.5), ("deepseek-v2-lite", "dp"): Model(27, 31.5),
-    ("deepseek-r1-deep", "tp"): Model(12, 3.4), ("r1-ep", "dp"): Model(12, 7),
-    ("deepseek-r1-deep", "dcp"): Model(12, 3.4),
+    ("deepseek-r1-deep", "tp"): Model(24, 6.8), ("r1-ep", "dp"): Model(12, 7),
+    ("deepseek-r1-deep", "dcp"): Model(24, 6.8),
 }  # fmt: skip
 
 

@@ -118,9 +118,9 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["deepseek-r1-bf16"] = {
     name: of for name, of in MODELS["deepseek-r1-tp8"].items() if name != "quantization_config"
 }
-# All layers of DeepSeek-R1, with 8 of its 256 experts, so that they fit a GPU.
+# All layers of it, with 8 of its 256 experts, so that they fit a GPU.
 MODELS["deepseek-r1-deep"] = {
-    **MODELS["deepseek-r1-tp8"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
+    **MODELS["deepseek-r1-bf16"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
 }  # fmt: skip
 # What tensor parallelism divides: a model of one rank has this N times for N ranks.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
