@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MODELS, LAYERS, SEQS = ("v3.2-tp8", "v3.2-dp"), 4, 128
 CACHES = {"fp8_ds_mla": "fp8_ds_mla", "bf16": "auto"}
 ARMS = ("default", "other", "custom", "ours", "shifted")
-POINTS = [(batch, 3000) for batch in (1, 16, 32, 64, SEQS)]
+POINTS = [engine_complete.Point(batch, 3000) for batch in (1, 16, 32, 64, SEQS)]
 LENGTHS = [1, 2, 3, 17, 64, 600, 2047, 2048, 2049, 3000, 2500, 88]  # of the prompts
 LAUNCHES = "launches a step of"
 

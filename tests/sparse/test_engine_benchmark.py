@@ -1,7 +1,9 @@
 """`benchmarks/engine.py sparse` without its engines: the indexer and the verdicts."""
 
+import argparse
 import re
 
+import engine_complete
 import engine_indexer
 import engine_sparse
 import pytest
@@ -54,3 +56,25 @@ def test_verdict(monkeypatch, arm, made, verdict):
     results = unfused | {arm: result(*made)}
     found = engine_sparse.verdict(arm, results, "v3.2-tp8", "fp8_ds_mla")
     assert re.match(verdict, found), found
+
+
+def test_rows(monkeypatch):
+    """Each arm has a row of each point, but not the one that is wrong."""
+    facts = {"runner": "V2", "attention": "FLASHMLA_SPARSE", "all_reduce": ""}
+    arms = ("default", "other", "custom", "shifted")
+    results = {arm: result(NEAR, 4 * (arm == "custom"), 0) | facts for arm in arms}
+    monkeypatch.setattr(sparse_step, "most_tokens", lambda heads, cache: 15)
+    monkeypatch.setattr(engine_sparse, "start_ranks", lambda job: [("", "")])
+    monkeypatch.setattr(engine_sparse, "ready", lambda engines, end: results)
+    for module in (engine_sparse, engine_complete):
+        monkeypatch.setattr(module, "finish", lambda *_, seconds: {})
+    times = [{"gpu": 2.0, "wall": 3.0}]
+    monkeypatch.setattr(
+        engine_complete, "rounds",
+        lambda engines, point: {arm: engine_complete.columns(times, times) for arm in engines},
+    )  # fmt: skip
+    args = argparse.Namespace(arms=",".join(arms))
+    rows, wrong = engine_sparse.measured("", "v3.2-tp8", "fp8_ds_mla", args, float("inf"))
+    assert wrong == 1  # `shifted` decodes nothing here, and is not found
+    found = [(row["arm"], row["batch"], row["context"]) for row in rows]
+    assert found == [(arm, n, 3000) for n in (1, 16, 32, 64, 128) for arm in arms[:3]]
