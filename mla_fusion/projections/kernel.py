@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PIECE = tl.constexpr(16)  # loads of x, each 4 registers of a thread, that `vector` has under way
 # They differ between calls of one layer, and compile no variant of their own.
 NUMBERS = ["x_row", "tokens"]
 
@@ -49,12 +50,33 @@ def _load(ptr, row, rows, k, K: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: t
     return x
 
 
+@triton.jit
+def _behind(x, other, number):
+    """x, of 16 bits, as if it needed `other` too. Else the assembler issues a load just in front of
+    what reads it, and each takes a trip to memory. number: below 2^16, as the assembler does not
+    know."""
+    zero = tl.zeros(x.shape, tl.int16) + (number >> 16).to(tl.int16)
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xF8;", "=r,r,r,r", [x, other, zero], x.dtype, True, 2
+    )
+
+
+@triton.jit
+def _widen(x, PDL: tl.constexpr):
+    """x in fp32. For a pair of bf16 Triton takes three instructions, this takes two."""
+    if PDL and x.dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
+        )
+    return x.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def vector(
     x_ptr, w0, w1, y0, y1, n0, n1, row0, row1, x_row, tokens,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr, CHUNKS: tl.constexpr,
-    AHEAD: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr, FULL_K: tl.constexpr,
-    TWO: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
+    W: tl.constexpr, FULL_N: tl.constexpr, FULL_K: tl.constexpr, TWO: tl.constexpr,
+    ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Token `program_id(1)`: each of W warps has BLOCK_N / W whole rows, lane i 8 elements of each
     256. Weights may be fp32."""
@@ -64,35 +86,39 @@ def vector(
     x_ptr += tl.program_id(1) * x_row * ALIGN
     y += tl.program_id(1) * end
     R: tl.constexpr = BLOCK_N // W
-    split = tl.arange(0, J * W)[:, None]
-    warp = split % W
-    inner = split // W * 256 + tl.arange(0, 256)[None, :]
+    warp, inner = tl.arange(0, W)[:, None], tl.arange(0, 256)[None, :]
     tiles = ()
     for i in tl.static_range(AHEAD):
         for r in tl.static_range(R):
-            n, k = start + r * W + warp, i * J * 256 + inner
+            n, k = start + r * W + warp, i * 256 + inner
             tiles = tiles + (_load(w + n * row + k, n, end, k, K, FULL_N, FULL_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for i in tl.static_range(AHEAD, CHUNKS):
         for r in tl.static_range(R):
-            n, k = start + r * W + warp, i * J * 256 + inner
+            n, k = start + r * W + warp, i * 256 + inner
             tiles = tiles + (_load(w + n * row + k, n, end, k, K, FULL_N, FULL_K),)
-    xs = ()
-    for i in tl.static_range(CHUNKS):
-        k = i * J * 256 + inner
-        xs = xs + (_load(x_ptr + k, warp, W, k, K, True, FULL_K).to(tl.float32),)
     sums = ()
     for _ in tl.static_range(R):
         sums = sums + (tl.zeros((W, 256), tl.float32),)
-    for i in tl.static_range(CHUNKS):
-        x = tl.reshape(xs[i], (J, W, 256))
-        more = ()
-        for r in tl.static_range(R):
-            tile = tl.reshape(tiles[i * R + r], (J, W, 256)).to(tl.float32)
-            more = more + (sums[r] + tl.sum(tile * x, axis=0),)
-        sums = more
+    for p in tl.static_range(0, CHUNKS, PIECE):
+        xs = ()
+        for i in tl.static_range(PIECE):
+            if p + i < CHUNKS:
+                k = (p + i) * 256 + inner + 0 * warp
+                xs = xs + (_load(x_ptr + k, warp, W, k, K, True, FULL_K),)
+        first = xs[0]
+        for i in tl.static_range(1, PIECE):
+            if PDL and p + i < CHUNKS:
+                first = _behind(first, xs[i], tokens)
+        for i in tl.static_range(PIECE):
+            if p + i < CHUNKS:
+                x = _widen(first if i == 0 else xs[i], PDL)
+                more = ()
+                for r in tl.static_range(R):
+                    more = more + (sums[r] + _widen(tiles[(p + i) * R + r], PDL) * x,)
+                sums = more
     for r in tl.static_range(R):
         n = start + r * W + tl.arange(0, W)
         tl.store(y + n, tl.sum(sums[r], axis=1).to(y.dtype.element_ty), mask=n < end)

@@ -59,21 +59,22 @@ def launch_arguments(
     x_row = x.stride(0) if tokens > 1 else 0  # the stride of one row means nothing
     strides = first.stride(0), last.stride(0), x_row
     align = 1 if any(stride % 8 for stride in strides) else 8
-    unit = 256 if plan.kernel == "vector" else 32 * plan.num_warps  # of K, at once
+    vector = plan.kernel == "vector"
+    unit = 256 if vector else 32 * plan.num_warps  # of K, at once
     units = -(-k // unit)
-    j = min(units & -units, 8)  # ranges of Triton's are powers of two
+    j = 1 if vector else min(units & -units, 8)  # ranges of Triton's are powers of two
     chunks = units // j
     given = {
         "x_ptr": x, "w0": first, "w1": last, "y0": outputs[0], "y1": outputs[-1],
         "n0": first.shape[0], "n1": last.shape[0], "row0": strides[0] // align,
         "row1": strides[1] // align, "x_row": x_row // align, "tokens": tokens, "K": k,
-        "BLOCK_N": plan.block_n, "J": j, "CHUNKS": chunks,
+        "BLOCK_N": plan.block_n, "CHUNKS": chunks,
         "AHEAD": plan.ahead(k, tokens, chunks), "W": plan.num_warps,
         "FULL_N": all(w.shape[0] % plan.block_n == 0 for w in weights),
         "FULL_K": k % unit == 0, "TWO": len(weights) == 2, "ALIGN": align,
         "num_warps": plan.num_warps, **early_launch(x.device),
     }  # fmt: skip
-    return given if plan.kernel == "vector" else given | {"TILE": tile_of(tokens)}
+    return given if vector else given | {"TILE": tile_of(tokens), "J": j}
 
 
 def normalize(

@@ -42,7 +42,8 @@ class Report:
     fewer. contractions: fused multiply-adds of fp32. bulk_copies: loads by TMA. product_waits
     (NVIDIA): waits for asynchronous products, one behind each if it makes them serial. order
     (NVIDIA): accesses to global memory (with .128 if so wide) and instructions of programmatic
-    launch, in program order. sync: stores to global memory and what orders them, in program order.
+    launch, in program order, `before_products` of them before the first product. sync: stores to
+    global memory and what orders them, in program order.
     """
 
     registers: int
@@ -60,6 +61,7 @@ class Report:
     bulk_copies: int = 0
     product_waits: int = 0
     order: tuple[str, ...] = ()
+    before_products: int = 0
     sync: tuple[str, ...] = ()
 
 
@@ -147,6 +149,7 @@ def read_nvidia(usage, sass, shared):
         hot_barriers=len(re.findall(r"\bBAR\b", inner)),
         product_waits=len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
+        before_products=len(re.findall(ACCESSES, re.split(r"\b(?:HMMA|FFMA)\b", sass)[0])),
         order=tuple(name + wide for name, wide in re.findall(ACCESSES, sass)),
         sync=tuple(re.findall(r"\b(STG|BAR|ATOMG|MEMBAR\.\w+\.GPU|CCTL\.IVALL)\b", sass)),
     )

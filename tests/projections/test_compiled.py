@@ -50,6 +50,9 @@ def test_weights_are_under_way_before_the_wait(case):
     assert found.order[:wait].count("LDG.128") >= int(ahead * loads), found
     assert not {"STG", "PREEXIT"} & {*found.order[:wait]} and "PREEXIT" in found.order, found
     assert found.matrix == (("HMMA",) if row.plan.kernel == "matrix" else ()), found
+    if row.plan.kernel == "vector":  # x is, behind it, not in turn with the products
+        of_x = found.order[wait : found.before_products].count("LDG.128")
+        assert of_x >= min(given["CHUNKS"], kernel.PIECE.value), found
     assert found.spills == 0 or row.tokens == 16, found
     # Of the sum of the warps alone: no operand takes a trip through it.
     assert found.shared <= 4 * row.plan.num_warps * row.plan.block_n * tile_of(row.tokens), found
