@@ -17,14 +17,16 @@ K, Q, KV, OUT = 24, 40, 18, 32
 SHAPES = {"x": (5, K), "w_q": (Q, K), "w_kv": (KV, K), "w_o": (OUT, Q), "w_up": (K, OUT),
           "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q), "gain": (KV,),
           "gain_x": (K,), "gain_rest": (Q - KV,), "residual": (5, K),
-          "w_b": (OUT, KV), "w_c": (K, KV), "router": (KV, K)}  # fmt: skip
+          "w_b": (OUT, KV), "w_c": (K, KV), "router": (KV, K),
+          "w_block": (Q, K), "scales": (1, 1)}  # fmt: skip
+KINDS = {"router": torch.float32, "scales": torch.float32, "w_block": torch.float8_e4m3fn}
 
 
 def values(dtype=BF16, tokens=5, **other):
     """Inputs of a model, by name."""
     generator = torch.Generator().manual_seed(tokens)
     made = {n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
-    made = {n: value if n == "router" else value.to(dtype) for n, value in made.items()}
+    made = {n: value.to(KINDS.get(n, dtype)) for n, value in made.items()}
     return made | {"x": torch.randn((tokens, K), generator=generator).to(dtype), **other}
 
 

@@ -1,8 +1,11 @@
 """Pass 7 in the seven cases of CONTRIBUTING.md, on graphs traced from linear layers as vLLM has
 them on CUDA, and the body of its op. A made-up table says which products were measured faster."""
 
+import operator
+
 import pytest
 import torch
+import vllm.model_executor.kernels.linear  # noqa: F401  registers an op
 from torch import fx
 from torch.nn.functional import linear
 from vllm.compilation.passes.inductor_pass import pass_context
@@ -161,14 +164,24 @@ def test_other_types_and_strides_are_kept(options, detail, table):
     assert (decline.code, decline.detail) == ("product-form", detail)
 
 
-def test_opaque_products_are_named_and_other_products_are_none(table):
+OPAQUE = {
+    "mla_fusion_tests::opaque_linear": lambda op, t: op(t["x"], t["w_q"]),
+    # Block fp8 on Hopper: it quantizes x itself.
+    "vllm::dynamic_flashinfer_deepgemm_blockscale_gemm": lambda op, t: op(
+        t["x"], t["w_block"], t["scales"], 128, True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_opaque_products_are_named_and_other_products_are_none(name, table):
     table()
-    opaque = torch.ops.mla_fusion_tests.opaque_linear
-    module = build(lambda t: (opaque(t["x"], t["w_q"]), t["x"] @ t["x"].t()))
+    op = operator.attrgetter(name.replace("::", "."))(torch.ops)
+    module = build(lambda t: (OPAQUE[name](op, t), t["x"] @ t["x"].t()))
     before = printed(module)
     record = rewrite(module)
     [decline] = record.plain_products
-    assert (decline.code, decline.detail) == ("product-opaque", "mla_fusion_tests::opaque_linear")
+    assert (decline.code, decline.detail) == ("product-opaque", name)
     assert record.plain_products[decline] == 1 and printed(module) == before
 
 
