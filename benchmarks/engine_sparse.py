@@ -1,8 +1,8 @@
 """`sparse` of `benchmarks/engine.py`: models shaped as DeepSeek-V3.2, with the backend CUSTOM.
 
 One rank of tensor parallel 8 or of data parallelism, few layers, not compiled, a decode step one
-CUDA graph, and an indexer that chooses by position (`engine_indexer`). A GPU ran it with vLLM 0.26.
-From 0.29 on the model has a class of its own for CUDA (tests/sparse/test_engine_model.py).
+CUDA graph, and an indexer that chooses by position (`engine_indexer`). A GPU ran it with vLLM 0.26,
+and 0.33, where the model has a class of its own for CUDA (tests/sparse/test_engine_model.py).
 
 The arms, side by side, then in turns at each point as in `complete`:
 
