@@ -167,9 +167,9 @@ def test_a_warm_up_runs_every_launch(heads, most):
             tiles, of_work = batch * plan.layout.fold, 3 * plan.layout.per_work
             yield reduce_kernel.reduction(tiles, of_work)
             of = batch * rows, heads, 128
-            variant = cards.merged_rows(tiles, *of) or cards.product_rows(*of)
             for limit in (cards.PRODUCT_SIZE, 2 * cards.PRODUCT_SIZE):
-                yield limit, "torch" if cards.product_size(*of) > limit else variant
+                alone = "torch" if cards.product_size(*of) > limit else cards.product_rows(*of)
+                yield limit, cards.merged_rows(tiles, *of) or alone
 
     batches = provider.warm_up_batches(plan, 128)
     for rows in (1, 2, 3):

@@ -88,7 +88,7 @@ MERGING = {"heads": 16, "dtype": FN, "tokens": 16}
     ("changed", "merges"),
     [({}, True), ({"heads": 8}, True), ({"tokens": 15}, False), ({"heads": 20}, False),
      ({"dtype": BF16}, False), ({"page": 8}, False), ({"batch_invariant": True}, False),
-     ({"tokens": 300}, False)],
+     ({"tokens": 256}, True), ({"tokens": 257}, False)],
 )  # fmt: skip
 def test_where_splits_are_merged(changed, merges, monkeypatch):
     """By the product, or by the reduction. The decode lets in the product early."""
@@ -103,6 +103,7 @@ def test_where_splits_are_merged(changed, merges, monkeypatch):
         monkeypatch.setattr(provider, name, lambda given, name=name: launched.append(name))
     provider.launch(given)
     assert launched == ["decode", *["merge"] * (not merges), "multiply"]
+    assert not merges or not cards.product(given)
     assert product.launch_of(given).arguments["MERGES"] == merges
     assert few_rows.launch_of(given).arguments["early"] == merges
 
