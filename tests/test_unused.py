@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_fusion.cli import child
 from tests.models import DEEPSEEK_V2, write
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,7 @@ def processes(tmp_path_factory):
     at once."""
     compileall.compile_dir(ROOT / "mla_fusion", quiet=1)  # as an installation has it
     folder = tmp_path_factory.mktemp("unused")
+    child.share_facts(folder / ".cache" / "vllm")
     yaml = folder / "serve.yaml"
     yaml.write_text(
         f"model: {write(folder / 'model', DEEPSEEK_V2)}\nskip-tokenizer-init: true\n"
