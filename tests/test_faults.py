@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mla_fusion import config, kernels, plugin, report, runtime
+from mla_fusion.cli import child
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import aiter, reference
 from mla_fusion.runtime import layer_state, ready, tables
@@ -45,6 +46,7 @@ class Planted(Exception):
 @pytest.fixture
 def make(tmp_path, monkeypatch, vllm_loggers):
     """make(provider) -> vLLM's config with the flag on and a cache folder of its own."""
+    child.share_facts(tmp_path / "cache")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
 
     def build_config(provider="reference"):
