@@ -25,7 +25,7 @@ def job(tmp_path_factory):
     """
     model = tiny_models.write("deepseek-v2-shaped", tmp_path_factory.mktemp("model"))
 
-    def make(options, dtype="bfloat16", changes=None, model=str(model), **fields):
+    def make(options, dtype="float32", changes=None, model=str(model), **fields):
         folder = tmp_path_factory.mktemp("engine")
         fields = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "options": options} | fields
         engine = {"model": model, "dtype": dtype, "hf_overrides": changes or {}}
@@ -297,10 +297,11 @@ def test_one_graph_for_all_steps_with_the_flag_or_the_pass_in_vllms_hook(job, as
 @pytest.fixture(
     scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)]
 )
-def decodes(job, request):
+def decodes(job, fused, request):
     """The type, and the flag with vLLM's decode and with the portable one as if on a GPU."""
-    options = {"attention": "auto"}, {"attention": "portable", "gpu": "NVIDIA A100"}
-    return request.param, *(run(job(FLAG | given, dtype=request.param)) for given in options)
+    dtype, portable = request.param, FLAG | {"attention": "portable", "gpu": "NVIDIA A100"}
+    backend = fused if dtype == "float32" else run(job(FLAG, dtype))
+    return dtype, backend, run(job(portable, dtype))
 
 
 def test_invariant_2_what_inductor_gets_for_decode_leaves_prefill_as_it_is(decodes):

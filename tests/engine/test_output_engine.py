@@ -47,7 +47,7 @@ def test_a_static_fp8_checkpoint(tmp_path, job):  # noqa: F811
     model = tiny_models.write("deepseek-v2-shaped", tmp_path / "model")
     quantize(model)
     off, on = (
-        run(job({"fp8_ops": True, **flag}, model=str(model)))
+        run(job({"fp8_ops": True, **flag}, "bfloat16", model=str(model)))
         for flag in ({}, FLAG | {"attention": "portable"})
     )
     graph = on["graphs"]["1-4"]

@@ -23,7 +23,7 @@ def pair(tmp_path, job):  # noqa: F811
 
     def make(name):
         model = str(tiny_models.write(name, tmp_path / "model"))
-        return [run(job({"products": True, **f}, model=model)) for f in ({}, FLAG)]
+        return [run(job({"products": True, **f}, "bfloat16", model=model)) for f in ({}, FLAG)]
 
     return make
 
@@ -49,7 +49,7 @@ def test_products_are_ours_and_tokens_those_of_vllm_to_the_bit(name, launches, p
 
 @pytest.mark.nightly
 def test_the_option_leaves_products_to_vllm(job):  # noqa: F811
-    on = run(job({"products": True, **FLAG, "projections": "vllm"}))
+    on = run(job({"products": True, **FLAG, "projections": "vllm"}, "bfloat16"))
     assert CALL not in on["graphs"]["1-4"] and "aten.mm.default(" in on["graphs"]["1-4"]
     assert own_log(on) == [("INFO", SUMMARY)]
 
@@ -61,7 +61,7 @@ def test_norms_are_ours_and_tokens_those_of_vllm_to_the_bit(name, calls, job, tm
     one for both latents, else the fused op has that of kv_c."""
     model = str(tiny_models.write(name, tmp_path / "model"))
     options = {"products": True, "norms": True}
-    off, on = (run(job({**options, **flag}, model=model)) for flag in ({}, FLAG))
+    off, on = (run(job({**options, **flag}, "bfloat16", model=model)) for flag in ({}, FLAG))
     graph = on["graphs"]["1-4"]
     assert graph.count(f"torch.ops.mla_fusion.{ops.NORM}.default(") == calls
     assert ("kv_norm_epsilon" in graph) == (calls == 4)
