@@ -113,6 +113,8 @@ class Backend:
             kv_cache_dtype=cache,
             speculative_config=speculative if drafts else None,
         ).create_engine_config()
+        # vLLM compiles the quantization of the query otherwise, a third of the time of all steps.
+        self.config.compilation_config.backend = "eager"
         imitation.switch_products(products)
         with set_current_vllm_config(self.config), set_default_torch_dtype(torch.bfloat16):
             if not parallel_state.model_parallel_is_initialized():
