@@ -89,5 +89,6 @@ def test_an_unknown_provider_is_refused():
 
 def test_triton_without_a_gpu_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    get_provider.cache_clear()  # of tests that imitate a GPU
     with pytest.raises(ProviderUnavailable, match="reference"):
         get_provider("triton")
