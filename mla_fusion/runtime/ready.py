@@ -45,7 +45,7 @@ def compile_ahead(engine: Engine, vllm_config: Any, local_rank: int) -> None:
 def wait() -> None:
     """Wait until all is compiled. What failed compiles where it is launched, which raises the error
     again if it was not the process's own."""
-    for compiled in _started.values():
+    for compiled in dict.fromkeys(_started.values()):
         if said := compiled.exception() or compiled.result():
             logger.warning("mla-fusion: a process that compiles kernels failed, %s", said)
 
@@ -69,11 +69,16 @@ class _Found:
         works |= dict.fromkeys(graph.variants, self.region)
         works |= dict.fromkeys(graph.products, self.products)
         works |= dict.fromkeys(graph.norms, self.norm)
-        for each in works.keys() - _started:
-            _started[each] = self.pool.submit(self.compile, works[each], each)
+        found = [(works[each], each) for each in works.keys() - _started]
+        # A process takes longer to begin than to compile a product or a norm.
+        short = [work for work in found if isinstance(work[1], Product | Norm)]
+        for job in filter(None, (short, *([work] for work in found if work not in short))):
+            compiled = self.pool.submit(self.compile, job)
+            _started.update((each, compiled) for _, each in job)
 
-    def compile(self, launches_of: Callable[[Any], Iterable[Any]], each: Any) -> str:
-        return compile_apart([*launches_of(each)], self.device)
+    def compile(self, job: list[tuple[Callable[[Any], Iterable[Any]], Any]]) -> str:
+        launches = [launch for launches_of, each in job for launch in launches_of(each)]
+        return compile_apart(launches, self.device)
 
     def attention(self, kinds: tuple[str, ...]) -> Iterator[partial[Any]]:
         for plan, layer, weight in runtime.planned(self.engine.layers):
