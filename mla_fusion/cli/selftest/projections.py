@@ -49,6 +49,8 @@ def cases(plan: Plan, thorough: bool) -> Iterator[Case]:
     for tokens in (1, 3) if plan.kernel == "vector" else ():
         yield Case(tokens, 1100, (37,), hostile=True, wide=True)
         yield Case(tokens, 640, (24, 18), odd=True, wide=True)
+    if plan.kernel == "vector":
+        yield Case(1, 4500, (21,))  # x is loaded in two pieces
 
 
 def check_all(kernel: str, thorough: bool) -> Iterator[Outcome]:
