@@ -118,7 +118,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["deepseek-r1-bf16"] = {
     name: of for name, of in MODELS["deepseek-r1-tp8"].items() if name != "quantization_config"
 }
-# All layers of it, with 8 of its 256 experts, so that they fit a GPU.
+# All layers of R1 in bf16, with 8 of its 256 experts, so that they fit a GPU.
 MODELS["deepseek-r1-deep"] = {
     **MODELS["deepseek-r1-bf16"], "n_routed_experts": 8, "n_group": 1, "topk_group": 1
 }  # fmt: skip

@@ -89,7 +89,8 @@ def take_turns(llm: Any, job: dict[str, Any], progress: TextIO) -> None:
     "hold BATCH CONTEXT PROMPT PREFIX": prefill requests of CONTEXT tokens, in place of those
     before. "time": microseconds of a decode step, by the clock and on the GPU: of its CUDA graph,
     and on one GPU with drafts of all of it. With a PROMPT each step, all of it, also prefills a new
-    request of PROMPT tokens behind PREFIX ones that are in the cache."""
+    request of PROMPT tokens behind PREFIX ones that are in the cache; beside decodes it may hold
+    one of their steps, since vLLM schedules ahead."""
     graphs, alone = False, job["tp"] * job["dp"] == 1
     with contextlib.ExitStack() as held:
         for line in iter(sys.stdin.readline, "go\n"):

@@ -79,7 +79,8 @@ FEW = (Shape(16, 1, 64), Shape(8, 4, 16, huge=True), Shape(128, 1, 16), Shape(16
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The facts of a decode kernel. A GPU launches the first of its cards that takes a decode.
+    """The facts of a decode kernel, or of a product behind decodes. A GPU launches the first of its
+    cards that takes the inputs.
 
     name: its module below `mla_fusion.attention`, which has `launch_of(given) -> Launch`.
     archs: the architectures for which it compiles; empty for every one.
@@ -94,7 +95,8 @@ class Card:
     until `mla-fusion calibrate` has run; None: it never does.
     rounds: it rounds each key of a byte cache to bf16; other kernels scale what they summed.
     variant: of a product with W_UV, what is compiled for tiles of the plan, tokens, heads, and
-    columns of a head. merges: whether it takes the place of the reduction.
+    columns of a head.
+    merges: whether this product also merges the splits, so that no reduction runs.
     """
 
     name: str

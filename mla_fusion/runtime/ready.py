@@ -1,5 +1,5 @@
-"""What an engine can launch, compiled from the first graph on that calls for it, while vLLM
-compiles the rest. `collectives.prepare` waits for it."""
+"""Kernels of an engine compile in other processes, from the first graph on that calls for them,
+while vLLM compiles the rest. `collectives.prepare` waits for them."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator

@@ -24,8 +24,8 @@ PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Less than in `BLOCKS` for 17 to 32 rows in fp8, and for fp8_ds_mla, whose blocks take longer.
 WIDE_OVERHEAD, DS_MLA_OVERHEAD = 3, 2
 PRODUCT_COLUMNS, PRODUCT_ROWS, PRODUCT_CTAS = 128, 64, 132  # of a CTA of `product.py`; at once
-# Of a product that merges splits: least tiles of a step, since fewer have more splits each; most
-# rows of a CTA, whose registers hold as many rows of splits.
+# A product that merges splits needs so many tiles in a step: fewer have more splits each. A CTA has
+# at most so many rows, since its registers hold as many rows of splits.
 MERGED_TILES, MERGED_ROWS = 16, 32
 # Tokens times blocks of columns, rows and heads. On an H200 a decode and `torch.bmm` took 1.00 to
 # 1.20 of the time of a decode and this product up to here, 0.95 to 1.02 at twice as much, where a

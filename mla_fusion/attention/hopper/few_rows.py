@@ -64,8 +64,8 @@ def copy(work, tiles, latents, rotated, block_rows, early, form: gl.constexpr):
                 common.tma_load(latents, [row, 0], full, keys.slice(i, BOX))
                 common.tma_load(rotated, [row, form.L], full, ropes.slice(i, BOX))
             done += 1
-    # A product that merges may be launched, and waits: each SM has room for one of its CTAs. Of
-    # the reduction the SMs that are done first would take too many.
+    # A product that merges may be launched, and waits: each SM has room for one of its CTAs. A
+    # reduction waits for the last tile: the SMs that end first would take too many of its CTAs.
     if (early > 0) & (begin < end):
         gdc.gdc_launch_dependents()
 

@@ -18,7 +18,7 @@ Splits = namedtuple("Splits", "qo_indptr batch reduce_indptr reduce_map partial 
 
 @gluon.constexpr_function
 def merge_layout(splits, warps):
-    """Of [splits, rows, latents]: a thread has 16 bytes of each split."""
+    """Layout of [splits, rows, latents]. A thread has 16 bytes of each split."""
     return gl.BlockedLayout([splits, 1, 4], [1, 1, 32], [1, warps, 1], [2, 1, 0])
 
 
