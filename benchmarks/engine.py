@@ -66,7 +66,7 @@ QUANTIZED = {"r1-tp8 block-fp8": "group", "r1-tp8 block-fp8 ue8m0": "group_ue8m0
 DEEP_GEMM = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
 CUTLASS = {**DEEP_GEMM, "VLLM_USE_DEEP_GEMM": "0"}
 # Unfused arms beside `default` and `cat` that configurations of `tokens` need as a measure.
-UNFUSED = dict.fromkeys(QUANTIZED, ("stored", "native"))
+UNFUSED = dict.fromkeys((*QUANTIZED, "r1-tp8 block-fp8 flashinfer"), ("stored", "native"))
 
 
 def main() -> None:
@@ -206,6 +206,7 @@ def configurations(gpus: int) -> dict[str, dict[str, Any]]:
         "r1-tp8 block-fp8 ue8m0": {
             "model": "r1-tp8-block", "layers": 2, "variables": DEEP_GEMM
         },
+        "r1-tp8 block-fp8 flashinfer": {"model": "r1-tp8-block", "layers": 2},
     }  # fmt: skip
 
 

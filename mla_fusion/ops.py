@@ -89,15 +89,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Product:
-    """The widths of a call of the op `projection`: of its input, and of its results. wide: weights
-    and results are fp32."""
+    """The widths of a call of the op `projection`: of its input, and of its results. bits: of an
+    element of the weights, which are fp32 (as the results), of the input's type, or block fp8."""
 
     k: int
     sizes: tuple[int, ...]
-    wide: bool = False
+    bits: int = 16
 
     def __str__(self) -> str:
-        return f"{self.k} -> {' + '.join(map(str, self.sizes))}" + " in fp32" * self.wide
+        kind = {32: " in fp32", 8: " in block fp8"}.get(self.bits, "")
+        return f"{self.k} -> {' + '.join(map(str, self.sizes))}{kind}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,9 @@ _SCHEMAS = {
         f"({_ATTENTION_ARGUMENTS}, Tensor(b!) quantized, Tensor scale, str quantization, "
         f"{_NORM_ARGUMENTS}) -> ()"
     ),
-    PROJECTION: "(Tensor x, Tensor[] weights) -> Tensor[]",
+    PROJECTION: (
+        "(Tensor x, Tensor[] weights, Tensor? block_scales=None, bool e8m0=False) -> Tensor[]"
+    ),
     NORM: (
         "(Tensor[] xs, Tensor[] added, Tensor[] norm_weights, float[] epsilons, "
         "float factor=1.0, bool wide=False) -> Tensor[]"
@@ -193,7 +196,9 @@ def get(name: str) -> torch._ops.OpOverload:
 _FAKES: dict[str, Callable[..., Any]] = {
     ROPE_UPDATE: lambda q, kv_c, *_: kv_c.new_empty(0),
     Q_PREP: lambda q, _, latent, rope, kind: q.new_empty((*q.shape[:2], latent + rope), dtype=kind),
-    PROJECTION: lambda x, weights: [w.new_empty((x.shape[0], w.shape[0])) for w in weights],
+    PROJECTION: lambda x, weights, block_scales=None, e8m0=False: [
+        (w if block_scales is None else x).new_empty((x.shape[0], w.shape[0])) for w in weights
+    ],
     NORM: lambda xs, added, weights, epsilons, factor=1.0, wide=False: [
         *(x.new_empty(x.shape) for x in xs),
         *(xs[0].new_empty(x.shape, dtype=torch.float32 if wide else None) for x in added[:1]),

@@ -7,8 +7,9 @@
                                 [0] q, [1] kv
 
 Each product of an activation with a weight is looked at, wherever it is: o_proj, those of a dense
-MLP and of a router too. Two products of one input that follow each other become one op if that was
-measured for their sizes; else each becomes an op of its own, or stays.
+MLP and of a router too, also in block fp8 by vLLM's op that takes the input in bf16. Two products
+of one input that follow each other become one op if that was measured for their sizes; else each
+becomes an op of its own, or stays.
 
 Safe because the op is a function of the same values, for any number of rows: beyond
 `projections.MAX_TOKENS` it computes what was there before."""
@@ -19,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from mla_fusion import ops, projections
@@ -114,7 +114,7 @@ def _by_input(
 
 def _launches(products: Sequence[Product]) -> Iterator[_Launch]:
     """What may compute the first of `products`, all of one input, the better one first."""
-    for count in (2, 1):
+    for count in (2, 1) if products[0].scales is None else (1,):
         if len(group := products[:count]) == count and len({each.dtype for each in group}) == 1:
             ordered = tuple(sorted(group, key=lambda product: product.size, reverse=True))
             yield _Launch(group[0].x, ordered)
@@ -122,11 +122,13 @@ def _launches(products: Sequence[Product]) -> Iterator[_Launch]:
 
 def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
     """One op in front of its first product; what read the products reads its results."""
-    x = input_of(launch.products[0].node)  # of a new launch, if one made it
+    first = launch.products[0]
+    x = input_of(first.node)  # of a new launch, if one made it
     values = [product.node.meta["val"] for product in launch.products]
     weights = [product.weight for product in launch.products]
     with graph.inserting_before(min(product.node for product in launch.products)):
-        new = call(graph, ops.get(ops.PROJECTION), (x, weights), values)
+        given = (x, weights) if first.scales is None else (x, weights, first.scales, first.e8m0)
+        new = call(graph, ops.get(ops.PROJECTION), given, values)
         results = [
             call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
         ]
@@ -139,5 +141,5 @@ def described(launch: fx.Node) -> ops.Product:
     """What a call of the op reads and makes."""
     args: Any = launch.args
     weights = [weight.meta["val"] for weight in args[1]]
-    sizes, wide = tuple(map(len, weights)), weights[0].dtype == torch.float32
-    return ops.Product(args[0].meta["val"].shape[1], sizes, wide)
+    sizes, bits = tuple(map(len, weights)), 8 * weights[0].dtype.itemsize
+    return ops.Product(args[0].meta["val"].shape[1], sizes, bits)

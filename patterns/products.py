@@ -1,6 +1,7 @@
 """Products of an activation with a weight, an input of the graph: how a linear layer is spelled.
 
     x [T, K], w [N, K] ─► permute ─► aten.mm ─► [T, N]      what pass 7 takes, or with x in fp32
+    x, w, scales ─► vllm.dynamic_..._gemm ─► [T, N]         a weight in block fp8, taken too
     x, w [N, K], ... ─► an op of vLLM ─► [T, N]             an opaque one, as of quantized weights
 
 Data flow finds them, from the product back to its weight, wherever in a layer it is."""
@@ -15,22 +16,27 @@ from mla_fusion.ops import NAMESPACE
 from mla_fusion.patterns.nodes import arguments, dtype_of, is_aten, tensors
 from mla_fusion.patterns.probe import CASTS
 from mla_fusion.patterns.site import called
+from mla_fusion.projections.plans import GROUP
 from mla_fusion.report.reasons import Declined
 
 aten = torch.ops.aten
 TYPES = (torch.bfloat16, torch.float16)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
+BLOCK_FP8 = "vllm::dynamic_flashinfer_deepgemm_blockscale_gemm"  # vLLM's first choice on Hopper
 QKV_A = "vllm::min_latency_fused_qkv_a_proj"  # of DeepSeek-V3 and Kimi-K2 on Hopper, in bf16
 
 
 @dataclass(frozen=True)
 class Product:
     """`node` is x [T, K] times the transpose of `weight` [N, K], all of one type of `TYPES`; or x
-    is, and the others are fp32, as of a router."""
+    is, and the others are fp32, as of a router; or `weight` is in block fp8, and x in bf16. e8m0:
+    an argument of vLLM's op."""
 
     node: fx.Node
     x: fx.Node
     weight: fx.Node
+    scales: fx.Node | None = None
+    e8m0: bool = False
 
     @property
     def size(self) -> int:
@@ -39,7 +45,7 @@ class Product:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight and the result."""
+        """Of the weight."""
         return self.weight.meta["val"].dtype
 
     def __str__(self) -> str:
@@ -50,6 +56,8 @@ def read_product(node: fx.Node) -> Product | None:
     """The product that `node` computes; None if it multiplies with no weight. Raises Declined for
     a product that the op `projection` does not take."""
     if node.target not in _PRODUCTS:
+        if called(node) == BLOCK_FP8:
+            return _read_block_fp8(node)
         if called(node) == QKV_A:
             raise Declined("product-slower", QKV_A)
         if _is_opaque(node):
@@ -75,9 +83,26 @@ def read_product(node: fx.Node) -> Product | None:
     return Product(node, x, weight)
 
 
+def _read_block_fp8(node: fx.Node) -> Product:
+    """The product of vLLM's op, which quantizes x in groups of 128 itself."""
+    x, weight, scales, group, e8m0 = arguments(node).values()
+    inputs = (node, x, weight, scales)
+    if None in map(_value, inputs):
+        raise Declined("missing-metadata", f"an input of {BLOCK_FP8}")
+    values = [each.meta["val"] for each in inputs]
+    types = [value.dtype for value in values]
+    blocks = tuple(-(-n // GROUP) for n in values[2].shape)
+    if types != [TYPES[0], TYPES[0], torch.float8_e4m3fn, torch.float32]:
+        raise Declined("product-form", ", ".join(map(str, types)))
+    kept = all(n.op == "placeholder" and n.meta["val"].is_contiguous() for n in inputs[2:])
+    if group != GROUP or values[3].shape != blocks or not kept:
+        raise Declined("product-form", f"{BLOCK_FP8} of another layout")
+    return Product(node, x, weight, scales, e8m0)
+
+
 def input_of(product: fx.Node) -> fx.Node:
     """What a product multiplies: a value that is converted for it alone to fp32, as it was."""
-    x: Any = arguments(product)["self"]
+    x: Any = next(iter(arguments(product).values()))
     narrow = x.all_input_nodes[0] if x.target in CASTS else x
     rounds_none = dtype_of(x) == torch.float32 and dtype_of(narrow) in TYPES
     return narrow if rounds_none else x

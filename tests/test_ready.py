@@ -82,7 +82,7 @@ def step(made, batch, length, kind):
     """A decode step as a model makes it: q and k_pe are parts of a product's result."""
     tokens, heads, name = batch * length, made.num_heads, _encode_layer_name(NAME)
     for of in PRODUCTS:
-        dtype = FP32 if of.wide else BF16
+        dtype = FP32 if of.bits == 32 else BF16
         projection.project(meta(tokens, of.k), [meta(n, of.k, dtype=dtype) for n in of.sizes])
     for of in NORMS:
         xs = [meta(tokens, 2112)[:, :size] for size in of.sizes]

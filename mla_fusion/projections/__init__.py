@@ -9,17 +9,23 @@ import torch
 
 from mla_fusion.projections.measured import DTYPES
 from mla_fusion.projections.measured import plan_for as plan_for
+from mla_fusion.projections.plans import GROUP as GROUP
 from mla_fusion.projections.plans import MAX_TOKENS as MAX_TOKENS
 from mla_fusion.projections.plans import Plan as Plan
 
 
-def project(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def project(
+    x: torch.Tensor, weights: list[torch.Tensor], scales: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
     the weights' type, bf16 or fp16 as x, summed in fp32 and rounded once; or fp32.
 
+    With `scales`, fp32 [N / 128, K / 128] rounded up, the one weight is e4m3 and x bf16, of which
+    each 128 elements are rounded to e4m3 with a scale of their own first. The result is bf16.
+
     T is 1 to 16. Rows of x and of the weights may be strided, their elements not. Raises ValueError
     for other inputs, and where `plan_for` has no plan."""
-    check(x, weights)
+    check(x, weights, scales)
     sizes, (tokens, k) = tuple(weight.shape[0] for weight in weights), x.shape
     plan = plan_for(x.device, sizes, k, tokens, weights[0].dtype)
     if plan is None:
@@ -29,10 +35,10 @@ def project(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         )
     from mla_fusion.projections.triton import launch
 
-    return launch(plan, x, weights)
+    return launch(plan, x, weights, scales)
 
 
-def check(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+def check(x: torch.Tensor, weights: list[torch.Tensor], scales: torch.Tensor | None = None) -> None:
     """Raise ValueError for inputs that the kernels do not take."""
     if len(weights) not in (1, 2):
         raise ValueError(f"weights must be one or two tensors, got {len(weights)}")
@@ -51,10 +57,16 @@ def check(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
             raise ValueError(f"{name} must have dense rows, got strides {tensor.stride()}")
         if tensor.shape[0] * tensor.stride(0) >= 2**31:
             raise ValueError(f"{name} spans 2^31 elements or more, beyond the kernel's offsets")
-    wide = {weight.dtype for weight in weights} == {torch.float32}
+    kinds, of_weights = dict.fromkeys(named, x.dtype), [*named][1:]
+    if scales is not None:
+        wanted = [-(-len(weights[0]) // GROUP), k / GROUP]
+        if len(weights) > 1 or [*scales.shape] != wanted or not scales.is_contiguous():
+            raise ValueError(f"scales must be dense, {wanted}, of one weight; got {scales.shape}")
+        named["scales"] = scales
+        kinds = {"x": DTYPES[0], of_weights[0]: torch.float8_e4m3fn, "scales": torch.float32}
+    elif {weight.dtype for weight in weights} == {torch.float32}:
+        kinds |= dict.fromkeys(of_weights, torch.float32)
     for name, tensor in named.items():
-        if (tensor.dtype, tensor.device) != (x.dtype, x.device) and not (
-            wide and tensor.device == x.device
-        ):
+        if (tensor.dtype, tensor.device) != (kinds[name], x.device):
             kind = f"{tensor.dtype} on {tensor.device}"
-            raise ValueError(f"{name} must be {x.dtype} on {x.device} as x, got {kind}")
+            raise ValueError(f"{name} must be {kinds[name]} on {x.device}, got {kind}")

@@ -8,6 +8,9 @@ No CTA ends, writes, or lets the launch behind begin before its `gdc_wait`: that
 of Inductor's, which reads without a wait what the launch in front of this one wrote. See
 "Programmatic launch" in docs/kernels.md.
 
+`block` takes weights in block fp8, and x in bf16, which it rounds to e4m3 by groups of 128 as
+vLLM's op does: values times 448 / the largest.
+
 A norm beside a product is a launch of the same kind: behind one of Inductor's, which lets no launch
 begin early, the weights of the product would load when the norm has ended.
 """
@@ -52,12 +55,14 @@ def _load(ptr, row, rows, k, K: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: t
 
 @triton.jit
 def _behind(x, other, number):
-    """x, of 16 bits, as if it needed `other` too. Else the assembler issues a load just in front of
-    what reads it, and each takes a trip to memory. number: below 2^16, as the assembler does not
-    know."""
-    zero = tl.zeros(x.shape, tl.int16) + (number >> 16).to(tl.int16)
+    """x, of 16 or 32 bits, as if it needed `other` too. Else the assembler issues a load just in
+    front of what reads it, and each takes a trip to memory. number: below 2^16, as the assembler
+    does not know."""
+    pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    kind: tl.constexpr = tl.int16 if pack == 2 else tl.int32
+    zero = tl.zeros(x.shape, kind) + (number >> 16).to(kind)
     return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xF8;", "=r,r,r,r", [x, other, zero], x.dtype, True, 2
+        "lop3.b32 $0, $1, $2, $3, 0xF8;", "=r,r,r,r", [x, other, zero], x.dtype, True, pack
     )
 
 
@@ -127,22 +132,22 @@ def vector(
 @triton.jit
 def _fragments(
     ptr, row, first, end, start, K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr,
-    W: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: tl.constexpr,
+    W: tl.constexpr, FULL_ROWS: tl.constexpr, FULL_K: tl.constexpr, V: tl.constexpr = 8,
+    E: tl.constexpr = 2,
 ):  # fmt: skip
-    """[W, ROWS, J * 32] elements of a matrix, as operand of a matrix instruction without a trip
-    through shared memory: a slice of K for each of W warps, in an order of K in which the 8
-    elements that a lane loads at once are those that it must hold. Both operands have that order,
-    and the order of a sum's terms is free."""
+    """[W, ROWS, J * 4 * V] elements of a matrix, as operand of a matrix instruction without a trip
+    through shared memory: a slice of K for each of W warps, in an order of K in which the V
+    elements that a lane loads at once are those that it must hold, each E of them neighbours. Both
+    operands have that order, and the order of a sum's terms is free."""
     split = tl.arange(0, ROWS // 8 * J * W)[:, None]
     part, warp = split // W, split % W
-    inner = tl.arange(0, 256)[None, :]
-    r = first + part // J * 8 + inner // 32
-    k = start + (warp * J + part % J) * 32 + inner % 32
+    inner = tl.arange(0, 32 * V)[None, :]
+    r = first + part // J * 8 + inner // (4 * V)
+    k = start + (warp * J + part % J) * (4 * V) + inner % (4 * V)
     x = _load(ptr + r * row + k, r, end, k, K, FULL_ROWS, FULL_K)
-    # [8 rows, 32 of K, warp, row, lane % 4, 16 of K, 8 of K, 2]
-    x = tl.reshape(x, (ROWS // 8, J, W, 8, 4, 2, 2, 2))
-    x = tl.permute(x, (2, 0, 3, 1, 5, 6, 4, 7))
-    return tl.reshape(x, (W, ROWS, J * 32))
+    # [8 rows, 4 * V of K, warp, row, lane % 4, V / E of K, E]
+    x = tl.reshape(x, (ROWS // 8, J, W, 8, 4, V // E, E))
+    return tl.reshape(tl.permute(x, (2, 0, 3, 1, 5, 4, 6)), (W, ROWS, J * 4 * V))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -181,6 +186,73 @@ def matrix(
     n = start + tl.arange(0, BLOCK_N)[None, :]
     t = tl.arange(0, TILE)[:, None]
     tl.store(y + t * end + n, total, mask=(n < end) & (t < tokens))
+
+
+@triton.jit
+def _scale(most):
+    """448 / most, rounded once, as by an exact division, which would call a subroutine; 1 for 0."""
+    inverse = 1.0 / most
+    scale = 448.0 * inverse
+    scale = tl.fma(tl.fma(-scale, most, 448.0), inverse, scale)
+    return tl.where(most > 1e-30, scale, tl.where(most > 0, 448.0 / most, 1.0))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def block(
+    x_ptr, w, scales, y, n, row, x_row, tokens, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr, W: tl.constexpr, FULL_N: tl.constexpr, FULL_K: tl.constexpr,
+    ALIGN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to 8 tokens: each of W warps has groups of K of all BLOCK_N rows of w, which have one
+    scale in a group. e4m3 has no number that fp16 has not, so the products are exact.
+
+    Tiles are 8 x 8: only then Triton takes x from registers."""
+    start = tl.program_id(0) * BLOCK_N
+    row, x_row = row * ALIGN, x_row * ALIGN
+    R: tl.constexpr = BLOCK_N // 8
+    tiles = ()
+    factors = ()
+    for i in tl.static_range(CHUNKS):
+        for r in tl.static_range(R):
+            first, k = start + r * 8, i * W * 128
+            tile = _fragments(w, row, first, n, k, K, 8, 2, W, FULL_N, FULL_K, 16, 4)
+            tiles = tiles + (tile,)
+        group = i * W + tl.arange(0, W)
+        factor = tl.load(scales + start // 128 * (K // 128) + group, mask=group < K // 128, other=0)
+        factors = factors + (factor,)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sums = ()
+    for _ in tl.static_range(R):
+        sums = sums + (tl.zeros((W, 8, 8), tl.float32),)
+    for p in tl.static_range(0, CHUNKS, 4):
+        xs = ()
+        found = ()
+        for i in tl.static_range(4):
+            if p + i < CHUNKS:
+                k = (p + i) * W * 128
+                x = _fragments(x_ptr, x_row, 0, tokens, k, K, 8, 2, W, False, FULL_K, 16, 4)
+                xs = xs + (x,)
+                found = found + (_scale(tl.max(tl.abs(x.to(tl.float32)), axis=2)),)
+        first = found[0]
+        for i in tl.static_range(1, 4):
+            if PDL and p + i < CHUNKS:
+                first = _behind(first, found[i], tokens)
+        for i in tl.static_range(4):
+            if p + i < CHUNKS:
+                scale = first if i == 0 else found[i]
+                x = (xs[i].to(tl.float32) * scale[:, :, None]).to(tl.float8e4nv).to(tl.float16)
+                both = (factors[p + i][:, None] / scale)[:, :, None]
+                more = ()
+                for r in tl.static_range(R):
+                    tile = tl.trans(tiles[(p + i) * R + r].to(tl.float16), (0, 2, 1))
+                    more = more + (sums[r] + tl.dot(x, tile) * both,)
+                sums = more
+    column, t = start + tl.arange(0, 8)[None, :], tl.arange(0, 8)[:, None]
+    for r in tl.static_range(R):
+        total = tl.sum(sums[r], axis=0).to(y.dtype.element_ty)
+        tl.store(y + t * n + column + r * 8, total, mask=(column + r * 8 < n) & (t < tokens))
 
 
 @triton.jit

@@ -3,11 +3,12 @@
 `gpus/` has a JSON file for each GPU:
 
     gpu, torch, triton, commit, command
-    shapes   {"sizes": columns N of each result, "k": K, "rows": [...]}
+    shapes   {"sizes": columns N of each result, "k": K, "bits": of a weight's element, 16 if left
+              out, "rows": [...]}
 
 A row has `tokens`, the fastest `plan` (kernel, block_n, num_warps), and p20, p50 and p80 in us of
-`ours` and of `torch`, its `mm` of each weight, behind a kernel that starts no launch early, without
-the time of that one. Weights were bf16; fp16 has the same bytes and instructions.
+`ours` and of `torch`, its `mm` of each weight or vLLM's op for block fp8, behind a kernel that
+starts no launch early, without its time. Weights were bf16: fp16 has as many bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ NEAR = math.log(2)  # farthest such shape: N or K differs by this factor, as a l
 
 
 class Shape(NamedTuple):
-    """One launch: columns of its results, and K. wide: weights and results are fp32."""
+    """One launch: columns of its results, and K. bits: see `ops.Product`."""
 
     sizes: tuple[int, ...]
     k: int
-    wide: bool = False
+    bits: int = 16
 
 
 class Row(NamedTuple):
@@ -66,7 +67,7 @@ def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
     """The rows of a file's content. Raises ValueError if it has another form."""
     try:
         found = {
-            Shape(tuple(each["sizes"]), each["k"], each.get("wide", False)): [
+            Shape(tuple(each["sizes"]), each["k"], each.get("bits", 16)): [
                 Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
                 for row in each["rows"]
             ]
@@ -100,16 +101,15 @@ def plan_for(
 ) -> Plan | None:
     """The plan of a kernel that was measured faster on this GPU than cuBLAS; None if none was.
 
-    sizes: rows N of each weight [N, k] of type `dtype`: fp32, or that of x. tokens: rows of x, at
-    least 1.
+    sizes: rows N of each weight [N, k] of type `dtype`: fp32, e4m3 in blocks, or that of x. tokens:
+    rows of x, at least 1.
 
     The row of the next larger measured number of tokens decides. A shape that was not measured goes
     by the nearest one with as many weights, if both the sum of N and K are within a factor of two:
     ours must be 5 % faster, then 10 %."""
-    wide = dtype == torch.float32
-    if not (wide or dtype in DTYPES) or not sizes or tokens < 1:
+    if dtype not in (*DTYPES, torch.float32, torch.float8_e4m3fn) or not sizes or tokens < 1:
         return None
-    return chosen(gpu.of(device).name, Shape(tuple(sizes), k, wide), tokens)
+    return chosen(gpu.of(device).name, Shape(tuple(sizes), k, 8 * dtype.itemsize), tokens)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,7 +123,7 @@ def chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
     gain = GAIN if nearest == shape else ESTIMATED_GAIN
     if row is None or row.cublas < gain * row.ours:
         return None
-    return row.plan if row.plan.fits(shape.k, tokens, shape.wide) else None
+    return row.plan if row.plan.fits(shape.k, tokens, shape.bits) else None
 
 
 def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
@@ -135,7 +135,7 @@ def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
 
     alike = [
         other for other in rows
-        if (len(other.sizes), other.wide) == (len(shape.sizes), shape.wide)
+        if (len(other.sizes), other.bits) == (len(shape.sizes), shape.bits)
         and max(apart(other)) <= NEAR
     ]  # fmt: skip
     return min(alike, key=lambda other: sum(apart(other)), default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+GROUP = 128  # rows and columns of a weight, and elements of x, with one scale in block fp8
 MAX_TOKENS = 16  # rows of x that a kernel takes: the larger of the two tiles of `matrix`
 
 
@@ -11,8 +12,9 @@ MAX_TOKENS = 16  # rows of x that a kernel takes: the larger of the two tiles of
 class Plan:
     """One configuration of a kernel of `kernel.py`.
 
-    kernel: "vector", for one token or fp32 weights, or "matrix". block_n: rows of a weight of a
-    CTA. num_warps: its warps, among which `vector` splits the rows, and `matrix` K."""
+    kernel: "vector", for one token or fp32 weights, "matrix", or "block", for up to 8 tokens and
+    block fp8. block_n: rows of a weight of a CTA. num_warps: its warps, among which `vector` splits
+    the rows, the others K."""
 
     kernel: str
     block_n: int
@@ -22,13 +24,15 @@ class Plan:
         """Registers of a thread that hold its part of `rows` rows of K elements of 16 bits."""
         return rows * k // (64 * self.num_warps)
 
-    def fits(self, k: int, tokens: int, wide: bool) -> bool:
+    def fits(self, k: int, tokens: int, bits: int) -> bool:
         """True if the plan serves `tokens`, and its registers suffice. A thread has 255: for its
-        part of the weights, fp32 if `wide`, and for up to 64 of x, of which it loads a larger part
-        in pieces."""
-        weights = self.registers(k, self.block_n) * (1 + wide)
-        if self.kernel == "vector" or wide:
-            return self.kernel == "vector" and (wide or tokens == 1) and weights <= 130
+        part of the weights, of `bits` an element, and for up to 64 of x, of which it loads a larger
+        part in pieces."""
+        weights = self.registers(k, self.block_n) * bits // 16
+        if self.kernel == "block" or bits == 8:
+            return self.kernel == "block" and bits == 8 and tokens <= 8 and weights <= 115
+        if self.kernel == "vector" or bits == 32:
+            return self.kernel == "vector" and (bits == 32 or tokens == 1) and weights <= 130
         return tokens <= MAX_TOKENS and weights + min(64, self.registers(k, tile_of(tokens))) <= 227
 
     def ahead(self, k: int, tokens: int, chunks: int) -> int:
@@ -49,4 +53,5 @@ PLANS = (
     Plan("vector", 4, 4), Plan("vector", 8, 4), Plan("vector", 8, 8),
     Plan("matrix", 8, 4), Plan("matrix", 16, 4), Plan("matrix", 32, 4),
     Plan("matrix", 8, 8), Plan("matrix", 16, 8), Plan("matrix", 32, 8),
+    Plan("block", 16, 4), Plan("block", 8, 8), Plan("block", 16, 8),
 )  # fmt: skip

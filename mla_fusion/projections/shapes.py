@@ -27,7 +27,10 @@ def shapes_of(config: Mapping[str, Any], ranks: int, wide_router: bool = False) 
     shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
     for inner in (get("intermediate_size") // ranks, shared // ranks):
         found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
-    found += [Shape((get("n_routed_experts", "num_experts"),), hidden, wide_router)]
+    if config.get("quantization_config"):  # block fp8, of which no launch has two weights
+        found = [each._replace(bits=8) for each in found if len(each.sizes) == 1]
+    experts = get("n_routed_experts", "num_experts")
+    found += [Shape((experts,), hidden, 32 if wide_router else 16)]
     return [each for each in dict.fromkeys(found) if each.k and all(each.sizes)]
 
 
@@ -39,5 +42,5 @@ def faster(name: str, shapes: list[Shape]) -> dict[Shape, int]:
         for shape in shapes
     }
     pairs = [shape for shape in shapes if len(shape.sizes) > 1 and most[shape]]
-    joined = {Shape((size,), pair.k, pair.wide) for pair in pairs for size in pair.sizes}
+    joined = {Shape((size,), pair.k, pair.bits) for pair in pairs for size in pair.sizes}
     return {shape: n for shape, n in most.items() if n and shape not in joined}

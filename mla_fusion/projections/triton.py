@@ -12,16 +12,19 @@ from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
 from mla_fusion.ops import Norm, Product
 from mla_fusion.projections.measured import plan_for
-from mla_fusion.projections.plans import MAX_TOKENS, Plan, tile_of
+from mla_fusion.projections.plans import GROUP, MAX_TOKENS, Plan, tile_of
 
 
-def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def launch(
+    plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], scales: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """See `mla_fusion.projections.project`; nothing is checked."""
     from mla_fusion.projections import kernel
 
-    outputs = [weight.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
+    typed = weights[0] if scales is None else x
+    outputs = [typed.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
     programs = sum(-(-weight.shape[0] // plan.block_n) for weight in weights)
-    given = launch_arguments(plan, x, weights, outputs)
+    given = launch_arguments(plan, x, weights, outputs, scales)
     rows = len(x) if plan.kernel == "vector" else 1
     getattr(kernel, plan.kernel)[programs, rows](**given)
     return outputs
@@ -30,12 +33,13 @@ def launch(plan: Plan, x: torch.Tensor, weights: list[torch.Tensor]) -> list[tor
 def launches(device: torch.device, of: Product, dtype: torch.dtype) -> list[partial[Any]]:
     """A launch of meta tensors for each variant that `projections.project` has on `device`."""
     found: dict[Any, partial[Any]] = {}
-    of_weights = torch.float32 if of.wide else dtype
+    of_weights = {32: torch.float32, 8: torch.float8_e4m3fn}.get(of.bits, dtype)
     for tokens in range(1, MAX_TOKENS + 1):
         if plan := plan_for(device, of.sizes, of.k, tokens, of_weights):
             x = torch.empty((tokens, of.k), dtype=dtype, device="meta")
             weights = [x.new_empty((n, of.k), dtype=of_weights) for n in of.sizes]
-            found.setdefault((plan, tile_of(tokens)), partial(launch, plan, x, weights))
+            scales = x.float() if of.bits == 8 else None
+            found.setdefault((plan, tile_of(tokens)), partial(launch, plan, x, weights, scales))
     return [*found.values()]
 
 
@@ -49,32 +53,39 @@ def norm_launch(of: Norm, dtype: torch.dtype) -> partial[Any]:
 
 
 def launch_arguments(
-    plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], outputs: list[torch.Tensor]
-) -> dict[str, Any]:
+    plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], outputs: list[torch.Tensor],
+    scales: torch.Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Arguments and options of a launch (also for compiling without a GPU).
 
     Row strides come divided by 8 elements where they allow it: so Triton knows that a row begins
-    at a multiple of 16 bytes, and loads that much at once."""
+    at a multiple of 16 bytes, and loads that much at once. In block fp8 it loads 16 elements, of a
+    row that begins at such a multiple too."""
     (tokens, k), (first, last) = x.shape, (weights[0], weights[-1])
     x_row = x.stride(0) if tokens > 1 else 0  # the stride of one row means nothing
     strides = first.stride(0), last.stride(0), x_row
-    align = 1 if any(stride % 8 for stride in strides) else 8
-    vector = plan.kernel == "vector"
-    unit = 256 if vector else 32 * plan.num_warps  # of K, at once
+    eight = scales is not None
+    align = 1 if x_row % 8 or any(row % (8 << eight) for row in strides[:2]) else 8
+    w = plan.num_warps
+    unit = {"vector": 256, "matrix": 32 * w, "block": GROUP * w}[plan.kernel]  # of K, at once
     units = -(-k // unit)
-    j = 1 if vector else min(units & -units, 8)  # ranges of Triton's are powers of two
+    j = min(units & -units, 8) if plan.kernel == "matrix" else 1  # ranges are powers of two
     chunks = units // j
     given = {
-        "x_ptr": x, "w0": first, "w1": last, "y0": outputs[0], "y1": outputs[-1],
-        "n0": first.shape[0], "n1": last.shape[0], "row0": strides[0] // align,
-        "row1": strides[1] // align, "x_row": x_row // align, "tokens": tokens, "K": k,
-        "BLOCK_N": plan.block_n, "CHUNKS": chunks,
-        "AHEAD": plan.ahead(k, tokens, chunks), "W": plan.num_warps,
+        "x_ptr": x, "x_row": x_row // align, "tokens": tokens, "K": k, "BLOCK_N": plan.block_n,
+        "CHUNKS": chunks, "W": w,
         "FULL_N": all(w.shape[0] % plan.block_n == 0 for w in weights),
-        "FULL_K": k % unit == 0, "TWO": len(weights) == 2, "ALIGN": align,
-        "num_warps": plan.num_warps, **early_launch(x.device),
+        "FULL_K": k % unit == 0, "ALIGN": align, "num_warps": w, **early_launch(x.device),
     }  # fmt: skip
-    return given if vector else given | {"TILE": tile_of(tokens), "J": j}
+    if eight:
+        of_block = {"w": first, "scales": scales, "y": outputs[0]}
+        return given | of_block | {"n": len(first), "row": strides[0] // align}
+    given |= {
+        "w0": first, "w1": last, "y0": outputs[0], "y1": outputs[-1], "n0": len(first),
+        "n1": len(last), "row0": strides[0] // align, "row1": strides[1] // align,
+        "AHEAD": plan.ahead(k, tokens, chunks), "TWO": len(weights) == 2,
+    }  # fmt: skip
+    return given if plan.kernel == "vector" else given | {"TILE": tile_of(tokens), "J": j}
 
 
 def normalize(

@@ -1,7 +1,7 @@
 """The bodies of the ops `projection`, up to two products of one input, `rms_norm` and `qkv_a`.
 
 A decode graph also serves more tokens than the kernels of `mla_fusion.projections` were measured
-for. Such a step gets what the graph had before pass 7: `torch.mm`."""
+for. Such a step gets what the graph had before pass 7: `torch.mm`, or vLLM's op for block fp8."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,22 @@ from mla_fusion import projections
 from mla_fusion.projections import reference
 
 
-def project(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def project(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor | None = None,
+    e8m0: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
     """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
-    the weights' type: bf16 or fp16 as x, or fp32. x may be strided."""
+    the weights' type: bf16 or fp16 as x, or fp32. x may be strided. scales: of one weight in block
+    fp8. e8m0: an argument of vLLM's op."""
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, k = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
     few = 0 < tokens <= projections.MAX_TOKENS
     if few and projections.plan_for(x.device, sizes, k, tokens, weights[0].dtype):
-        return projections.project(x, [*weights])
+        return projections.project(x, [*weights], scales)
+    if scales is not None:
+        op = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
+        return [op(x.contiguous(), weights[0], scales, projections.GROUP, e8m0)]
     return reference.project(x, weights)
 
 

@@ -22,8 +22,8 @@ def run(monkeypatch, tmp_path):
     give wrong results."""
     wrong = []
 
-    def launch(plan, x, *given):
-        results = reference.project(x, *given)
+    def launch(plan, *given):
+        results = reference.project(*given)
         return [r * (1.01 if bench.name_of(plan) in wrong else 1) for r in results]
 
     def interleave(graphs, *_):
@@ -39,6 +39,7 @@ def run(monkeypatch, tmp_path):
         (bench, "_random", random),
         (bench, "DISTINCT", 1),
         (bench, "launch", launch),
+        (bench, "_peer", reference.project),
         (timing, "capture_calls", lambda call, count: [call(i) for i in range(count)]),
         (timing, "interleave", interleave),
         (measured, "FOLDER", tmp_path),
@@ -47,17 +48,16 @@ def run(monkeypatch, tmp_path):
     imitate(monkeypatch, "sm_90", name="Imagined")
     [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
 
-    def run(*bugs):
+    def run(*bugs, argv=ARGV):
         wrong[:] = bugs
-        return cli.main([*ARGV, "--csv", str(tmp_path / "rows.csv")])
+        return cli.main([*argv, "--csv", str(tmp_path / "rows.csv")])
 
     yield run
     [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
 
 
-def chosen(tokens):
-    given = torch.device("cuda"), (48, 16), 64, tokens, torch.bfloat16
-    plan = projections.plan_for(*given)
+def chosen(tokens, sizes=(48, 16), k=64, dtype=torch.bfloat16):
+    plan = projections.plan_for(torch.device("cuda"), sizes, k, tokens, dtype)
     return plan and bench.name_of(plan)
 
 
@@ -69,7 +69,8 @@ def test_the_fastest_plan_is_in_the_file(run, tmp_path, capsys):
     with (tmp_path / "rows.csv").open() as file:
         rows = [*csv.DictReader(file)]
     names = {row["candidate"] for row in rows if row["tokens"] == "1"}
-    assert names == {*map(bench.name_of, bench.PLANS), "torch"}
+    fit = [plan for plan in bench.PLANS if plan.kernel != "block"]
+    assert names == {*map(bench.name_of, fit), "torch"}
     assert SLOW not in {row["candidate"] for row in rows if row["tokens"] == "9"}
 
 
@@ -77,6 +78,16 @@ def test_a_wrong_plan_is_marked_and_never_chosen(run, capsys):
     assert run(FAST) == 1
     assert f"{FAST} 2.00!" in capsys.readouterr().out
     assert chosen(1) not in (FAST, None)
+
+
+def test_block_fp8_has_rows_of_its_own(run, monkeypatch):
+    monkeypatch.setattr(measured, "every", lambda: [measured.Shape((130,), 256, 8)])
+    argv = [*ARGV[:2], "--tokens", "1", "8"]
+    assert run(argv=argv) == 0
+    eight = (130,), 256, torch.float8_e4m3fn
+    assert chosen(8, *eight) == chosen(1, (200,), *eight[1:]) == "block 16 4"
+    assert chosen(9, *eight) is chosen(8, *eight[:2]) is None
+    assert run("block 16 4", argv=argv) == 1
 
 
 def test_more_tokens_than_a_kernel_takes(run, capsys):

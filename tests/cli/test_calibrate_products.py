@@ -24,16 +24,20 @@ from tests.cli.test_check import CONFIGS
 from tests.gpus import imitate
 
 GPU = "NVIDIA H20"
-PLAN = bench.PLANS[4]
+PLAN, BLOCK, FP8 = bench.PLANS[4], bench.PLANS[-1], torch.float8_e4m3fn
 
 
 def sizes(name, ranks=1):
     config = json.loads((CONFIGS / name).read_text())
-    return {(s.k, s.sizes) for s in shapes_of(config, ranks)}
+    shapes = shapes_of(config, ranks)
+    eight = {s for s in shapes if s.bits == 8}
+    assert eight == ({*shapes[:-1]} if "quantization_config" in config else set())
+    return {(s.k, s.sizes) for s in shapes}
 
 
 def test_the_products_of_a_rank():
-    """Of DeepSeek-V3 on 8 GPUs: qkv_a, q_b, o, the dense MLP, the shared expert, the router."""
+    """Of DeepSeek-V3 on 8 GPUs: qkv_a, q_b, o, the dense MLP, the shared expert, and the router,
+    which alone is not in block fp8."""
     assert sizes("deepseek-v3.json", 8) == {
         (7168, (2112,)), (1536, (3072,)), (2048, (7168,)), (7168, (4608,)), (2304, (7168,)),
         (7168, (512,)), (256, (7168,)), (7168, (256,)),
@@ -67,8 +71,8 @@ def calibrate(monkeypatch, tmp_path):
         def timed(given, rounds, ceilings):
             shape, tokens = given
             row = {"sizes": " ".join(map(str, shape.sizes)), "k": shape.k,
-                   "wide": int(shape.wide), "tokens": tokens, "wrong": ""}  # fmt: skip
-            us = {bench.name_of(PLAN): ours, bench.TORCH: 10.0}
+                   "bits": shape.bits, "tokens": tokens, "wrong": ""}  # fmt: skip
+            us = {bench.name_of(BLOCK if shape.bits == 8 else PLAN): ours, bench.TORCH: 10.0}
             return [row | {"candidate": n, **dict.fromkeys(timing.TIMES, t)} | (
                 {"wrong": wrong} if n != bench.TORCH else {}) for n, t in us.items()]  # fmt: skip
 
@@ -83,26 +87,26 @@ def calibrate(monkeypatch, tmp_path):
     measured.chosen.cache_clear()
 
 
-def plan(sizes, k):
+def plan(sizes, k, dtype=torch.bfloat16):
     """As a fresh process finds it."""
     measured_here.load.cache_clear()
     measured_here.load(PRODUCTS, GPU)
-    return projections.plan_for(torch.device("cuda"), sizes, k, 4, torch.bfloat16)
+    return projections.plan_for(torch.device("cuda"), sizes, k, 4, dtype)
 
 
 def test_plans_go_by_the_file(calibrate):
     """A second model joins the first, and a shape that is measured again replaces itself."""
-    assert plan((3072,), 1536) is None
+    assert plan((3072,), 1536, FP8) is None
     assert calibrate() == 0 and calibrate(name="deepseek-v2-lite.json", ranks=1) == 0
-    assert plan((3072,), 1536) == plan((3072, 576), 2048) == PLAN
+    assert (plan((3072,), 1536, FP8), plan((3072, 576), 2048)) == (BLOCK, PLAN)
     assert calibrate(ours=9.9) == 0  # too little to gain
-    assert plan((3072,), 1536) is None and plan((3072, 576), 2048) == PLAN
+    assert plan((3072,), 1536, FP8) is None and plan((3072, 576), 2048) == PLAN
 
 
 def test_a_router_in_fp32_is_a_shape_of_its_own(calibrate):
     calibrate(name="glm-4.7-flash.json", ranks=1)
     plan((3072,), 1536)
-    assert [s for s in measured.shapes(GPU) if s.sizes == (64,)] == [Shape((64,), 2048, True)]
+    assert [s for s in measured.shapes(GPU) if s.sizes == (64,)] == [Shape((64,), 2048, 32)]
 
 
 @pytest.mark.parametrize("bad", [{"wrong": "error 1.0"}, {"verdict": "a case: error 3"}])
@@ -123,11 +127,11 @@ def test_ranks_that_do_not_divide_the_heads(calibrate):
 def test_a_file_of_other_kernels_or_damaged_is_ignored(calibrate, caplog, old, new):
     calibrate()
     [path] = tables_folder().iterdir()
-    assert plan((3072,), 1536) == PLAN
+    assert plan((3072,), 1536, FP8) == BLOCK
     measured._own.clear()
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     measured.chosen.cache_clear()
-    assert plan((3072,), 1536) is None
+    assert plan((3072,), 1536, FP8) is None
     assert "is ignored" in caplog.text and "calibrate again" in caplog.text

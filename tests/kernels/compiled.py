@@ -133,7 +133,7 @@ def read_amd(assembly, shared):
 
 def read_nvidia(usage, sass, shared):
     """Report from the text of cuobjdump -res-usage and of nvdisasm."""
-    inner = hot_loop(sass)
+    inner, first = hot_loop(sass), r"\bHMMA\b" if "HMMA" in sass else r"\bFFMA\b"
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     return Report(
         registers=registers,
@@ -149,7 +149,7 @@ def read_nvidia(usage, sass, shared):
         hot_barriers=len(re.findall(r"\bBAR\b", inner)),
         product_waits=len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         bulk_copies=len(re.findall(r"\bUTMALDG\b", sass)),
-        before_products=len(re.findall(ACCESSES, re.split(r"\b(?:HMMA|FFMA)\b", sass)[0])),
+        before_products=len(re.findall(ACCESSES, re.split(first, sass)[0])),
         order=tuple(name + wide for name, wide in re.findall(ACCESSES, sass)),
         sync=tuple(re.findall(r"\b(STG|BAR|ATOMG|MEMBAR\.\w+\.GPU|CCTL\.IVALL)\b", sass)),
     )

@@ -18,8 +18,9 @@ SHAPES = {"x": (5, K), "w_q": (Q, K), "w_kv": (KV, K), "w_o": (OUT, Q), "w_up": 
           "bias": (OUT,), "turned": (Q, OUT), "wide": (2 * OUT, Q), "gain": (KV,),
           "gain_x": (K,), "gain_rest": (Q - KV,), "residual": (5, K),
           "w_b": (OUT, KV), "w_c": (K, KV), "router": (KV, K),
-          "w_block": (Q, K), "scales": (1, 1)}  # fmt: skip
-KINDS = {"router": torch.float32, "scales": torch.float32, "w_block": torch.float8_e4m3fn}
+          "w_wide": (256, K), "w_a": (192, 256), "w_fp8": (192, 256), "scales": (2, 2),
+          "row": (1, 2), "narrow": (2, 2)}  # fmt: skip
+KINDS = dict.fromkeys(("router", "scales", "row"), torch.float32) | {"w_fp8": torch.float8_e4m3fn}
 
 
 def values(dtype=BF16, tokens=5, **other):

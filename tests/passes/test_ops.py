@@ -39,7 +39,7 @@ def arguments(name, tokens, rope="native"):
         "xs": [*torch.randn(tokens, 3 * ROPE).split([2 * ROPE, ROPE], 1)], "epsilons": [0.1, 1e-6],
         "added": [torch.randn(tokens, 2 * ROPE)] * (2 * rotates),
         "kv_norm_weight": torch.randn(LATENT) if rotates else None, "kv_norm_epsilon": 1e-5,
-        "factor": 2.5, "wide": True,
+        "factor": 2.5, "wide": True, "block_scales": None, "e8m0": False,
         "norm_weights": [torch.randn(2 * ROPE), torch.randn(ROPE)],
         "quantization": "native" if name == ops.TENSOR_ATTENTION else str(ops.Quantization.GROUP),
     }  # fmt: skip

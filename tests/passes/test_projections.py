@@ -1,8 +1,6 @@
 """Pass 7 in the seven cases of CONTRIBUTING.md, on graphs traced from linear layers as vLLM has
 them on CUDA, and the body of its op. A made-up table says which products were measured faster."""
 
-import operator
-
 import pytest
 import torch
 import vllm.model_executor.kernels.linear  # noqa: F401  registers an op
@@ -17,6 +15,7 @@ from mla_fusion.passes import pipeline
 from mla_fusion.passes.projections import MLAProjectionPass, described
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.probe import CASTS
+from mla_fusion.patterns.products import BLOCK_FP8
 from mla_fusion.projections import reference
 from mla_fusion.report import RangeReport
 from tests.passes import declare, edits, graphs, recorded
@@ -164,20 +163,11 @@ def test_other_types_and_strides_are_kept(options, detail, table):
     assert (decline.code, decline.detail) == ("product-form", detail)
 
 
-OPAQUE = {
-    "mla_fusion_tests::opaque_linear": lambda op, t: op(t["x"], t["w_q"]),
-    # Block fp8 on Hopper: it quantizes x itself.
-    "vllm::dynamic_flashinfer_deepgemm_blockscale_gemm": lambda op, t: op(
-        t["x"], t["w_block"], t["scales"], 128, True
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPAQUE)
-def test_opaque_products_are_named_and_other_products_are_none(name, table):
+def test_opaque_products_are_named_and_other_products_are_none(table):
     table()
-    op = operator.attrgetter(name.replace("::", "."))(torch.ops)
-    module = build(lambda t: (OPAQUE[name](op, t), t["x"] @ t["x"].t()))
+    name = "mla_fusion_tests::opaque_linear"
+    op = torch.ops.mla_fusion_tests.opaque_linear
+    module = build(lambda t: (op(t["x"], t["w_q"]), t["x"] @ t["x"].t()))
     before = printed(module)
     record = rewrite(module)
     [decline] = record.plain_products
@@ -227,7 +217,7 @@ def test_a_router_reads_what_was_converted_for_it(table):
     table()
     module = build(routed)
     record = rewrite(module)
-    assert record.products == {Product(K, (KV,), True): 1, Product(K, (KV,)): 1}
+    assert record.products == {Product(K, (KV,), 32): 1, Product(K, (KV,)): 1}
     assert {launch.args[0].name for launch in find_all(module, PROJECTION)} == {"x"}
     assert not [n for n in module.graph.nodes if n.target in CASTS]
 
@@ -309,6 +299,51 @@ def test_products_of_a_recorded_layer(path, table):
     assert sum(len(launch.sizes) for launch in record.products) == products or opaque
     assert {d.code for d in record.plain_products} == ({"product-opaque"} if opaque else set())
     assert sum(record.plain_products.values()) == (5 if opaque else 0)
+
+
+def _block(t, weight="w_fp8", scales="scales", group=128):
+    """qkv_a of DeepSeek-V3 in block fp8, behind another product."""
+    gemm = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
+    return gemm(linear(t["x"], t["w_wide"]), t[weight], t[scales], group, True)
+
+
+def test_a_product_in_block_fp8(table, monkeypatch):
+    """Where no plan serves the tokens, vLLM's op runs, of which a double is here."""
+    known, calls = table(tokens=range(2, 17)), []
+    before, after = build(_block), build(_block)
+    assert rewrite(after).products == {Product(K, (256,)): 1, Product(256, (192,), 8): 1}
+    assert not find_all(after, BLOCK_FP8)
+    _, launch = find_all(after, PROJECTION)
+    x, [weight], scales, _ = launch.args
+    given = [torch.empty_like(each.meta["val"], device="meta") for each in (x, weight, scales)]
+    [fake] = launch.target(given[0], given[1:2], given[2])
+    assert (*fake.shape[1:], fake.dtype) == (192, BF16) == (*launch.meta["val"][0].shape[1:], BF16)
+
+    def double(x, weight, scales, *more):
+        calls.append((len(x), *more))
+        return known.project(x, [weight], scales)[0]
+
+    find(before, BLOCK_FP8).target = double
+    monkeypatch.setattr(torch.ops.vllm, BLOCK_FP8.removeprefix("vllm::"), double)
+    for tokens in (1, 16, 17):
+        given = values(tokens=tokens)
+        assert all(map(torch.equal, run(before, given), run(after, given)))
+    assert calls == [(n, 128, True) for n in (1, 1, 16, 17, 17)]
+
+
+@pytest.mark.parametrize("model, detail", [
+    (lambda t: _block(t, group=64), "another layout"),
+    (lambda t: _block(t, scales="row"), "another layout"),
+    (lambda t: _block({**t, "w_fp8": t["w_fp8"].flip(0)}), "another layout"),
+    (lambda t: _block(t, weight="w_a"), "torch.bfloat16, torch.float32"),
+    (lambda t: _block(t, scales="narrow"), "torch.float8_e4m3fn, torch.bfloat16"),
+])  # fmt: skip
+def test_block_fp8_with_other_arguments_is_kept(model, detail, table):
+    table()
+    record = rewrite(build(model))
+    [decline] = record.plain_products
+    assert decline.code == "product-form" and detail in decline.detail
+    assert [*map(str, record.products)] == [f"{K} -> 256"]
 
 
 def test_inductor_runs_the_op_with_parts_of_rows_and_several_results(table):

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from mla_fusion.cli.selftest import norms, projections
+from mla_fusion.projections import reference
 from mla_fusion.projections.plans import PLANS
 from mla_fusion.projections.triton import launch, normalize
 from tests.kernels import interpreter
 from tests.nightly import daily
 
 interpreter.install()
-DAILY = PLANS[1], PLANS[4], PLANS[6]
+DAILY = PLANS[1], PLANS[4], PLANS[6], PLANS[-1]
 
 
 @pytest.mark.parametrize("plan", daily(PLANS, *DAILY))
@@ -28,10 +29,22 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_seen(bug, monkeypatch):
-    monkeypatch.setattr(projections, "launch", BUGS[bug])
-    assert not all(each.right for each in projections.check(DAILY[1], False, "cpu"))
+BLOCK_BUGS = {
+    "a step off": BUGS["a step off"],
+    "scales": lambda plan, x, w, scales: launch(plan, x, w, scales.flip(0)),
+    "scales of K": lambda plan, x, w, scales: launch(plan, x, w, scales.flip(1)),
+    "x not rounded": lambda plan, x, w, scales: [
+        (x.double() @ reference.exact(x, w, scales)[1][0].t()).to(x.dtype)],
+    "no NaN": BUGS["no NaN"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan, bug", [
+    *((DAILY[1], bug) for bug in BUGS.values()), *((DAILY[3], bug) for bug in BLOCK_BUGS.values()),
+])  # fmt: skip
+def test_a_bug_is_seen(plan, bug, monkeypatch):
+    monkeypatch.setattr(projections, "launch", bug)
+    assert not all(each.right for each in projections.check(plan, False, "cpu"))
 
 
 def test_two_launches_that_differ(monkeypatch):

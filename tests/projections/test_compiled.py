@@ -24,18 +24,21 @@ SHIPPED = [
     for row in rows
 ]
 # One launch of each kernel, one of fp32 weights, and the one that needs most registers.
+KEPT = ((3072, 576), 2048), ((2048,), 5120)
 FEW = [each for each in SHIPPED if each[1].tokens in (1, 16)
-       and (each[0][:2] in (((3072, 576), 2048), ((2048,), 5120)) or each[0].wide)]  # fmt: skip
+       and (each[0][:2] in KEPT or each[0].bits != 16)]  # fmt: skip
 
 
 def arguments(plan, shape, tokens, row=None):
     """A launch on the meta device; `row` is the stride of x."""
     k = shape.k
-    dtype = torch.float32 if shape.wide else torch.bfloat16
+    dtype = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}[shape.bits]
     x, weights = meta(tokens, row or k)[:, :k], [meta(n, k, dtype=dtype) for n in shape.sizes]
+    scales = meta(*weights[0].shape, dtype=torch.float32) if shape.bits == 8 else None
     with imitated("sm_90"):
-        outputs = [meta(tokens, n, dtype=dtype) for n in shape.sizes]
-        return launch_arguments(plan, x, weights, outputs)
+        outputs = [meta(tokens, n, dtype=x.dtype if scales is not None else dtype)
+                   for n in shape.sizes]  # fmt: skip
+        return launch_arguments(plan, x, weights, outputs, scales)
 
 
 @pytest.mark.parametrize("case", daily(SHIPPED, *FEW), ids=str)
@@ -45,14 +48,15 @@ def test_weights_are_under_way_before_the_wait(case):
     found = compile_report("sm_90", getattr(kernel, row.plan.kernel), (), given)
     wait = found.order.index("ACQBULK")
     # Of 16 bytes, of a thread.
-    loads = row.plan.registers(shape.k, row.plan.block_n) // 4 * (1 + shape.wide)
-    ahead = given["AHEAD"] / given["CHUNKS"]
+    loads = row.plan.registers(shape.k, row.plan.block_n) // 4 * shape.bits // 16
+    ahead = given.get("AHEAD", given["CHUNKS"]) / given["CHUNKS"]
     assert found.order[:wait].count("LDG.128") >= int(ahead * loads), found
     assert not {"STG", "PREEXIT"} & {*found.order[:wait]} and "PREEXIT" in found.order, found
-    assert found.matrix == (("HMMA",) if row.plan.kernel == "matrix" else ()), found
-    if row.plan.kernel == "vector":  # x is, behind it, not in turn with the products
-        of_x = found.order[wait : found.before_products].count("LDG.128")
-        assert of_x >= min(given["CHUNKS"], kernel.PIECE.value), found
+    assert found.matrix == (() if row.plan.kernel == "vector" else ("HMMA",)), found
+    # x is, behind it, not in turn with the products: in block fp8 two chunks of four loads each.
+    piece = {"vector": kernel.PIECE.value, "matrix": 0, "block": 8}[row.plan.kernel]
+    of_x = found.order[wait : found.before_products].count("LDG.128")
+    assert of_x >= min(given["CHUNKS"] << 2 * (shape.bits == 8), piece), found
     assert found.spills == 0 or row.tokens == 16, found
     # Of the sum of the warps alone: no operand takes a trip through it.
     assert found.shared <= 4 * row.plan.num_warps * row.plan.block_n * tile_of(row.tokens), found

@@ -84,7 +84,7 @@ def test_shipped_rows():
         for shape, rows in measured.shapes(table["gpu"]).items():
             assert [row.tokens for row in rows] == sorted({row.tokens for row in rows})
             for row in rows:
-                assert row.plan in PLANS and row.plan.fits(shape.k, row.tokens, shape.wide)
+                assert row.plan in PLANS and row.plan.fits(shape.k, row.tokens, shape.bits)
 
 
 def given(**other):
@@ -92,7 +92,8 @@ def given(**other):
     return made | other
 
 
-X = torch.ones(3, 64, dtype=BF16)
+X, WIDE = torch.ones(3, 64, dtype=BF16), torch.ones(3, 128, dtype=BF16)
+EIGHT = WIDE.to(torch.float8_e4m3fn)
 REFUSED = {
     "one or two tensors, got 3": given(weights=[X] * 3),
     "x must be bf16 or fp16": given(x=X.float()),
@@ -103,6 +104,12 @@ REFUSED = {
     "weights[1] must be torch.bfloat16": given(weights=[X, X.float()]),
     "spans 2^31 elements": given(weights=[torch.empty(2**25, 64, dtype=BF16, device="meta")]),
     "no kernel was measured faster": given(),
+    "scales must be dense, [1, 1.0]": given(x=WIDE, weights=[EIGHT], scales=torch.ones(2, 1)),
+    "of one weight": given(x=WIDE, weights=[EIGHT] * 2, scales=torch.ones(1, 1)),
+    "weights[0] must be torch.float8_e4m3fn": given(
+        x=WIDE, weights=[WIDE], scales=torch.ones(1, 1)
+    ),
+    "x must be torch.bfloat16": given(x=WIDE.half(), weights=[EIGHT], scales=torch.ones(1, 1)),
 }
 
 

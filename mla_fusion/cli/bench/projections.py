@@ -1,5 +1,5 @@
 """`mla-fusion bench projections`: products of up to 16 tokens, every launch plan against `torch.mm`
-of each weight.
+of each weight, in block fp8 against vLLM's op.
 
 In a model an RMSNorm of Inductor's makes the input, and starts no launch early: weights are not
 under way before it ends. So a plain kernel that writes the input stands in front of each call, and
@@ -22,39 +22,56 @@ from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Call, Ceilings
 from mla_fusion.projections import measured, reference
 from mla_fusion.projections.measured import Shape
-from mla_fusion.projections.plans import MAX_TOKENS, PLANS, Plan, tile_of
+from mla_fusion.projections.plans import GROUP, MAX_TOKENS, PLANS, Plan, tile_of
 from mla_fusion.projections.triton import launch
 
 TORCH, FRONT = "torch", "front"
 # Least bytes of weights of distinct calls in one graph: several times the L2 cache of any GPU.
 DISTINCT = 220_000_000
 WORST = 1.05  # most error of ours over that of cuBLAS
-COLUMNS = ["sizes", "k", "wide", "tokens", "candidate", *TIMES, "floor_us", "gbps", "error"]
+COLUMNS = ["sizes", "k", "bits", "tokens", "candidate", *TIMES, "floor_us", "gbps", "error"]
 DEFAULTS: dict[str, Any] = {
     "tokens": (1, 2, 4, 8, 16), "k": 2048, "sizes": (), "rounds": 9,
 }  # fmt: skip
 
 
 class Inputs(NamedTuple):
-    """A product with the weights of several layers. x: rows further apart than K, as slices are."""
+    """A product with the weights of several layers, each with scales in block fp8. x: rows further
+    apart than K, as slices are, but for vLLM's op."""
 
     shape: Shape
     x: torch.Tensor
-    weights: list[list[torch.Tensor]]
+    weights: list[tuple[Any, ...]]
 
 
-def make_inputs(shape: Shape, tokens: int, weights: list[list[torch.Tensor]]) -> Inputs:
+def make_inputs(shape: Shape, tokens: int, weights: list[tuple[Any, ...]]) -> Inputs:
     """Random rows of x."""
-    return Inputs(shape, _random(tokens, shape.k + 64)[:, : shape.k], weights)
+    return Inputs(shape, _random(tokens, shape.k + 64 * (shape.bits > 8))[:, : shape.k], weights)
 
 
-def make_weights(shape: Shape) -> list[list[torch.Tensor]]:
+def make_weights(shape: Shape) -> list[tuple[Any, ...]]:
     """Weights of `DISTINCT` bytes in all, and of 4 layers at least."""
-    count = max(4, -(-DISTINCT // (2 * shape.k * sum(shape.sizes))))
-    dtype = torch.float32 if shape.wide else torch.bfloat16
-    return [
-        [(_random(n, shape.k) / shape.k**0.5).to(dtype) for n in shape.sizes] for _ in range(count)
-    ]
+    count = max(4, -(-DISTINCT // (shape.bits // 8 * shape.k * sum(shape.sizes))))
+    return [_weights(shape) for _ in range(count)]
+
+
+def _weights(shape: Shape) -> tuple[Any, ...]:
+    if shape.bits == 8:
+        blocks = (-(-n // GROUP) for n in (*shape.sizes, shape.k))
+        scales = (_random(*blocks).float().abs() + 0.5) / 100 / shape.k**0.5
+        return [(_random(*shape.sizes, shape.k) * 100).to(torch.float8_e4m3fn)], scales
+    dtype = torch.float32 if shape.bits == 32 else torch.bfloat16
+    return ([(_random(n, shape.k) / shape.k**0.5).to(dtype) for n in shape.sizes],)
+
+
+def _peer(x: torch.Tensor, weights: list[torch.Tensor], *scales: Any) -> list[torch.Tensor]:
+    """The product without this library, in block fp8 by vLLM's op, which it registers."""
+    if not scales:
+        return reference.project(x, weights)
+    import vllm.model_executor.kernels.linear  # noqa: F401
+
+    gemm = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
+    return [gemm(x, *weights, *scales, GROUP, False)]
 
 
 def _random(*size: int) -> torch.Tensor:
@@ -71,7 +88,7 @@ def inputs(shapes: Iterable[Shape], counts: Sequence[int]) -> Iterator[Inputs]:
 
 def candidates(shape: Shape, tokens: int) -> dict[str, Plan | None]:
     """The plans that fit by name, and `TORCH`, which has none."""
-    fit = [plan for plan in PLANS if plan.fits(shape.k, tokens, shape.wide)]
+    fit = [plan for plan in PLANS if plan.fits(shape.k, tokens, shape.bits)]
     return {name_of(plan): plan for plan in fit} | {TORCH: None}
 
 
@@ -82,10 +99,8 @@ def name_of(plan: Plan) -> str:
 
 def call_of(plan: Plan | None, given: Inputs) -> Call:
     """The product of layer i, behind a kernel that writes its input."""
-    x = given.x
-    if plan is None:
-        return lambda i: (_write(x), reference.project(x, given.weights[i]))[1]
-    return lambda i: (_write(x), launch(plan, x, given.weights[i]))[1]
+    x, project = given.x, functools.partial(launch, plan) if plan else _peer
+    return lambda i: (_write(x), project(x, *given.weights[i]))[1]
 
 
 def _write(x: torch.Tensor) -> torch.Tensor:
@@ -127,9 +142,9 @@ def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
 
 def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
     """The rows of one shape and number of tokens, and a line."""
-    (sizes, k, wide), tokens = given.shape, len(given.x)
+    (sizes, k, bits), tokens = given.shape, len(given.x)
     plans = candidates(given.shape, tokens)
-    exact = reference.in_float64(given.x, given.weights[0])
+    exact = reference.in_float64(given.x, *given.weights[0])
 
     def build(name: str) -> tuple[Call, Row]:
         if name == FRONT:
@@ -142,10 +157,10 @@ def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
         same = all(map(torch.equal, got, again))
         return call, {"error": error, "wrong": "" if same else "two launches differ"}
 
-    moved = (2 + 2 * wide) * k * sum(sizes)
+    moved = bits // 8 * k * sum(sizes)
     flops, found = 2 * k * sum(sizes) * tokens, list[Row]()
     shape: Row = {
-        "sizes": " ".join(map(str, sizes)), "k": k, "wide": int(wide), "tokens": tokens
+        "sizes": " ".join(map(str, sizes)), "k": k, "bits": bits, "tokens": tokens
     }  # fmt: skip
     shape["floor_us"] = ceilings.floor_us(moved, flops)
     *timed, (_, _, front) = timing.compare((*plans, FRONT), build, len(given.weights), rounds)
@@ -167,7 +182,7 @@ def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
     """The content of a file of `projections/gpus`: the fastest right plan of each row."""
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     grouped = itertools.groupby(rows, lambda row: [row[name] for name in COLUMNS[:4]])
-    for (sizes, k, wide, tokens), group in grouped:
+    for (sizes, k, bits, tokens), group in grouped:
         members = [row for row in group if not row["wrong"]]
         ours = [row for row in members if row["candidate"] != TORCH]
         others = [row for row in members if row["candidate"] == TORCH]
@@ -175,15 +190,15 @@ def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
             continue
         best = min(ours, key=lambda row: row["p50_us"])
         kernel, *numbers = best["candidate"].split()
-        shapes.setdefault((sizes, k, wide), []).append(
+        shapes.setdefault((sizes, k, bits), []).append(
             {"tokens": tokens, "plan": [kernel, *map(int, numbers)], "ours": _times(best),
              "torch": _times(others[0])}
         )  # fmt: skip
     names = "gpu", "torch", "triton", "commit", "command"
     return {name: facts[name] for name in names} | {
         "shapes": [
-            {"sizes": [*map(int, sizes.split())], "k": k, "wide": bool(wide), "rows": found}
-            for (sizes, k, wide), found in shapes.items()
+            {"sizes": [*map(int, sizes.split())], "k": k, "bits": bits, "rows": found}
+            for (sizes, k, bits), found in shapes.items()
         ]
     }
 

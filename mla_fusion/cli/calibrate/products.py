@@ -18,7 +18,7 @@ from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.shapes import shapes_of
 from mla_fusion.runtime import measured, measured_here
 
-CHECKS = "projection vector", "projection matrix"
+CHECKS = "projection vector", "projection matrix", "projection block"
 
 
 def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: Path) -> int:
@@ -50,4 +50,4 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
 
 
 def _shape(of: Mapping[str, Any]) -> Shape:
-    return Shape(tuple(of["sizes"]), of["k"], of.get("wide", False))
+    return Shape(tuple(of["sizes"]), of["k"], of.get("bits", 16))

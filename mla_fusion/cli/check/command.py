@@ -75,7 +75,7 @@ def find(settings: Settings) -> Answer:
         backends = _backends(settings, cut, offered)
         notes = _of_checkpoint(settings, cut, backends)
         notes += persistent_decode.ask(settings, cut) + _known_trouble(settings.cache)
-        if not cut.quantization:
+        if not cut.quantization or cut.quantization.get("weight_block_size") == [128, 128]:
             notes += products.ask(model.config, settings.tensor_parallel_size)
     except Declined as error:
         print(*details, sep="\n", file=sys.stderr)

@@ -11,7 +11,8 @@ from mla_fusion.projections.measured import Shape
 
 
 def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
-    """A line for each GPU on which some are. model: its whole config, of weights in bf16."""
+    """A line for each GPU on which some are. model: its whole config, of weights in bf16 or
+    block fp8."""
     wide_router = models.facts(str(model.get("model_type"))).wide_router
     every, said = shapes.shapes_of(model, ranks, wide_router), []
     for name in measured.names():
@@ -23,4 +24,4 @@ def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
 
 
 def _widths(shape: Shape) -> str:
-    return str(Product(shape.k, shape.sizes, shape.wide))
+    return str(Product(shape.k, shape.sizes, shape.bits))

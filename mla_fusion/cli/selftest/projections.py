@@ -11,7 +11,7 @@ from mla_fusion import gpu
 from mla_fusion.measure.outcome import CannotRun, Outcome, different_bytes
 from mla_fusion.measure.timing import capture_calls
 from mla_fusion.projections import reference
-from mla_fusion.projections.plans import MAX_TOKENS, PLANS, Plan
+from mla_fusion.projections.plans import GROUP, MAX_TOKENS, PLANS, Plan
 from mla_fusion.projections.triton import launch
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -21,7 +21,7 @@ CHAIN, REPLAYS = 6, 20  # launches of a captured graph, and its replays
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A call. odd: rows begin at no multiple of 16 bytes. hostile: x and a weight have NaN and
-    infinite elements. wide: the weights are fp32."""
+    infinite elements. bits: of an element of the weights, see `ops.Product`."""
 
     tokens: int
     k: int
@@ -29,26 +29,32 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     odd: bool = False
     hostile: bool = False
-    wide: bool = False
+    bits: int = 16
 
     def __str__(self) -> str:
-        marks = [name for name in ("odd", "hostile", "wide") if getattr(self, name)]
+        marks = [name for name in ("odd", "hostile") if getattr(self, name)]
+        marks += [f"{self.bits} bits"] * (self.bits != 16)
         sizes = " + ".join(map(str, self.sizes))
         return ", ".join([f"{self.tokens} x {self.k} -> {sizes}", str(self.dtype)[6:], *marks])
 
 
 def cases(plan: Plan, thorough: bool) -> Iterator[Case]:
     """Calls that a plan takes."""
-    counts = (1,) if plan.kernel == "vector" else (1, 5, 8, 9, 16)
+    counts = {"vector": (1,), "matrix": (1, 5, 8, 9, 16), "block": (1, 5, 8)}[plan.kernel]
     for tokens in counts if thorough else {counts[0], counts[-1]}:
+        if plan.kernel == "block":
+            yield Case(tokens, 5120 if thorough else 512, (192,), bits=8)
+            yield Case(tokens, 1152, (137,), odd=True, bits=8)
+            yield Case(tokens, 640, (24,), hostile=True, bits=8)
+            continue
         yield Case(tokens, 2048 if thorough else 512, (96,))
         yield Case(tokens, 768, (37, 18))
         yield Case(tokens, 1100, (37,), hostile=True)
         yield Case(tokens, 300, (21, 40), torch.float16, odd=True)
         yield Case(tokens, 640, (24,), hostile=True)
     for tokens in (1, 3) if plan.kernel == "vector" else ():
-        yield Case(tokens, 1100, (37,), hostile=True, wide=True)
-        yield Case(tokens, 640, (24, 18), odd=True, wide=True)
+        yield Case(tokens, 1100, (37,), hostile=True, bits=32)
+        yield Case(tokens, 640, (24, 18), odd=True, bits=32)
     if plan.kernel == "vector":
         yield Case(1, 4500, (21,))  # x is loaded in two pieces
 
@@ -56,12 +62,14 @@ def cases(plan: Plan, thorough: bool) -> Iterator[Case]:
 def check_all(kernel: str, thorough: bool) -> Iterator[Outcome]:
     """Every plan of a kernel on this GPU; CannotRun where it does not run."""
     here = gpu.of("cuda")
-    if here.capability < (8, 0):
-        raise CannotRun(f"the products are for NVIDIA GPUs from sm_80 on, not for {here.arch}")
+    least = (8, 9) if kernel == "block" else (8, 0)
+    if here.capability < least:
+        known = "sm_{}{}".format(*least)
+        raise CannotRun(f"the products are for NVIDIA GPUs from {known} on, not for {here.arch}")
     plans = [plan for plan in PLANS if plan.kernel == kernel]
     for plan in plans:
         yield from check(plan, thorough, "cuda")
-    for tokens in (1,) if kernel == "vector" else (8, MAX_TOKENS):
+    for tokens in {"vector": (1,), "matrix": (8, MAX_TOKENS), "block": (8,)}[kernel]:
         yield from chained(plans[0], tokens)
 
 
@@ -99,27 +107,36 @@ def build(case: Case, device: str) -> tuple[Any, ...]:
         wide[:, 8 : 8 + case.k] = torch.randn(n, case.k)
         return wide.to(device)[:, 8 : 8 + case.k]
 
-    x, of_weights = rows(case.tokens, case.dtype), torch.float32 if case.wide else case.dtype
+    x, of_weights = rows(case.tokens, case.dtype), torch.float32 if case.bits == 32 else case.dtype
     weights = [rows(n, of_weights) for n in case.sizes]
     if case.hostile:
         x[-1, 3], weights[0][5, 2] = INFINITY, NAN
         weights[0][7, 3] = 0.0
         if case.tokens > 1:
             x[0, case.k - 1] = NAN
-    return x, weights
+    return (x, weights) if case.bits > 8 else (x, *block_fp8(weights))
 
 
-def bounds(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def block_fp8(weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A weight in e4m3, its rows as far apart, and scales."""
+    [weight] = weights
+    room = weight.new_empty(len(weight), weight.stride(0)).to(torch.float8_e4m3fn)
+    blocks = [-(-n // GROUP) for n in weight.shape]
+    scales = torch.rand(blocks, device=weight.device) + 0.5
+    return [room[:, : weight.shape[1]].copy_(weight)], scales
+
+
+def bounds(
+    x: torch.Tensor, weights: list[torch.Tensor], scales: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """The most that each element may be off: half a step, and gamma_K * sum |x_i * w_i| as in
     `region.absorb_interval`."""
-    step = torch.finfo(weights[0].dtype).eps
+    of = torch.finfo(x.dtype if scales is not None else weights[0].dtype)
     terms = (x.shape[1] + 1) * 2.0**-24
-    found = []
-    for weight in weights:
-        a, b = x.double().abs(), weight.double().abs()
-        limit = (a @ b.t()) * (terms / (1 - terms))
-        exact = (x.double() @ weight.double().t()).abs()
-        limit += (exact + limit) * step / 2 * 1.001 + torch.finfo(weight.dtype).tiny
+    found, (a, factors) = [], reference.exact(x, weights, scales)
+    for b in factors:
+        limit = (a.abs() @ b.abs().t()) * (terms / (1 - terms))
+        limit += ((a @ b.t()).abs() + limit) * of.eps / 2 * 1.001 + of.tiny
         found.append(limit)
     return found
 
@@ -129,13 +146,14 @@ def chained(plan: Plan, tokens: int) -> Iterator[Outcome]:
     in place, against the same launches one by one."""
     k = 1024
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    weights = [torch.randn(k, k, **options) / k**0.5 for _ in range(CHAIN)]
+    made = ([torch.randn(k, k, **options) / k**0.5] for _ in range(CHAIN))
+    weights = [block_fp8(each) if plan.kernel == "block" else (each,) for each in made]
     x, results = torch.zeros(tokens, k, **options), [torch.zeros(tokens, k, **options)]
 
     def chain(_: int, between: Any = lambda: None) -> torch.Tensor:
         y = x
         for weight in weights:
-            [y] = launch(plan, y, [weight])
+            [y] = launch(plan, y, *weight)
             between()
         results[0] = y
         return y
