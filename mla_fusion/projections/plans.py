@@ -53,5 +53,5 @@ PLANS = (
     Plan("vector", 4, 4), Plan("vector", 8, 4), Plan("vector", 8, 8),
     Plan("matrix", 8, 4), Plan("matrix", 16, 4), Plan("matrix", 32, 4),
     Plan("matrix", 8, 8), Plan("matrix", 16, 8), Plan("matrix", 32, 8),
-    Plan("block", 16, 4), Plan("block", 8, 8), Plan("block", 16, 8),
+    Plan("block", 16, 4), Plan("block", 16, 8),
 )  # fmt: skip

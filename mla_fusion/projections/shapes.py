@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mla_fusion.projections.measured import Shape, chosen
-from mla_fusion.projections.plans import MAX_TOKENS
+from mla_fusion.projections.plans import GROUP, MAX_TOKENS
 
 
 def shapes_of(config: Mapping[str, Any], ranks: int, wide_router: bool = False) -> list[Shape]:
@@ -27,7 +27,9 @@ def shapes_of(config: Mapping[str, Any], ranks: int, wide_router: bool = False) 
     shared = get("moe_intermediate_size") * get("n_shared_experts", "num_shared_experts")
     for inner in (get("intermediate_size") // ranks, shared // ranks):
         found += [Shape((2 * inner,), hidden), Shape((hidden,), inner)]
-    if config.get("quantization_config"):  # block fp8, of which no launch has two weights
+    quantized = config.get("quantization_config")
+    if isinstance(quantized, Mapping) and quantized.get("weight_block_size") == [GROUP, GROUP]:
+        # Of block fp8 no launch has two weights.
         found = [each._replace(bits=8) for each in found if len(each.sizes) == 1]
     experts = get("n_routed_experts", "num_experts")
     found += [Shape((experts,), hidden, 32 if wide_router else 16)]

@@ -40,6 +40,7 @@ def run(monkeypatch, tmp_path):
         (bench, "DISTINCT", 1),
         (bench, "launch", launch),
         (bench, "_peer", reference.project),
+        (bench, "_has_peer", lambda: True),
         (timing, "capture_calls", lambda call, count: [call(i) for i in range(count)]),
         (timing, "interleave", interleave),
         (measured, "FOLDER", tmp_path),
@@ -80,9 +81,15 @@ def test_a_wrong_plan_is_marked_and_never_chosen(run, capsys):
     assert chosen(1) not in (FAST, None)
 
 
+def test_block_fp8_needs_the_op_of_vllm(capsys):
+    bench._has_peer.cache_clear()
+    shapes = [measured.Shape((130,), 256, bits) for bits in (32, 16, 8)]
+    assert bench.measurable(shapes) == shapes[:2] and "left out" in capsys.readouterr().out
+
+
 def test_block_fp8_has_rows_of_its_own(run, monkeypatch):
     monkeypatch.setattr(measured, "every", lambda: [measured.Shape((130,), 256, 8)])
-    argv = [*ARGV[:2], "--tokens", "1", "8"]
+    argv = [*ARGV[:2], "--tokens", "1", "8", "9"]
     assert run(argv=argv) == 0
     eight = (130,), 256, torch.float8_e4m3fn
     assert chosen(8, *eight) == chosen(1, (200,), *eight[1:]) == "block 16 4"

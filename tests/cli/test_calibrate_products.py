@@ -61,6 +61,7 @@ def calibrate(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_compat, "cache_root", lambda: tmp_path)
     imitate(monkeypatch, "sm_90", name=GPU)
     monkeypatch.setattr(products, "measure_ceilings", lambda: timing.Ceilings(1.0, 1.0))
+    monkeypatch.setattr(bench, "_has_peer", lambda: True)
     monkeypatch.setattr(bench, "compile_all", lambda *_: None)
     monkeypatch.setattr(bench, "inputs", lambda shapes, counts: [(s, n) for s in shapes
                                                                  for n in counts])  # fmt: skip

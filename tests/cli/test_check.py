@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli, config, report
+from mla_fusion import cli, config, kernels, report
 from mla_fusion.cli import child
 from mla_fusion.cli.check import command as check
 from mla_fusion.cli.check import model_config
@@ -87,6 +87,7 @@ NOT_WHOLE = "must be a whole number"
 def test_what_check_refuses(changes, argv, said, tmp_path, capsys, monkeypatch):
     """Without an engine, and by the name of the file."""
     monkeypatch.setattr(child, "run", lambda *job, **progress: pytest.fail("an engine"))
+    kernels.get_provider.cache_clear()  # of tests that imitate a GPU
     write(tmp_path, {**V3, **changes})
     text = fail(capsys, "check", tmp_path, *argv)
     assert said in text
@@ -153,6 +154,9 @@ CASES = {
     "too large for one GPU": (2, WIDE | MANY, "", "3.7.0"),
     "too large for four": (2, WIDE | MANY, "--tensor-parallel-size 4", "3.7.0"),
     "eight GPUs": (2, WIDE | MANY, "--tensor-parallel-size 8", "3.7.0"),
+    "eight GPUs, block fp8": (2, WIDE | MANY | {"q_lora_rank": 1536, "quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [128, 128]
+    }}, "--tensor-parallel-size 8", "3.7.0"),
     **{f"Triton {triton}, {cache}": (2, {}, f"--kv-cache-dtype {cache}", triton)
        for triton, cache in (("3.6.0", "fp8"), ("3.6.0", "fp8_e4m3"), ("3.6.0", "auto"),
                              ("", "fp8"))},

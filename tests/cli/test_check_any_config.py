@@ -65,7 +65,7 @@ def test_check_of_any_config_is_a_short_answer(model, fused, monkeypatch, tmp_pa
     status = cli.main(["check", str(path)])
     printed = capsys.readouterr()
     answer = printed.err if status == 2 else printed.out
-    assert status in (0, 1, 2) and 0 < answer.count("\n") <= 5
+    assert status in (0, 1, 2) and 0 < answer.count("\n") <= 6
     lines = (printed.out + printed.err).replace(str(path), "config.json").splitlines()
     assert max(map(len, lines)) <= 200
     assert (status == 0) == ("fuses. Every" in printed.out)

@@ -26,7 +26,7 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
     model, ranks = model_config.read(arguments.model), arguments.tensor_parallel_size
     model_config.cut(model, 1, ranks)  # it refuses what is no MLA model, or no rank of it
     wide_router = models.facts(str(model.config.get("model_type"))).wide_router
-    shapes = shapes_of(model.config, ranks, wide_router)
+    shapes = bench.measurable(shapes_of(model.config, ranks, wide_router))
     path = folder / measured_here.file_name(measured_here.PRODUCTS, facts["gpu"])
     if any(row.verdict == "WRONG" for row in run_checks(CHECKS)):
         print("no product is measured; open an issue with `mla-fusion selftest --json FILE`")

@@ -19,7 +19,8 @@ def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
         found = shapes.faster(name, every)
         ours = ", ".join(f"{_widths(shape)} ({n})" for shape, n in found.items())
         if ours:
-            said.append(f"  products on an {name} (most tokens): {ours}; all others are vLLM's")
+            op = ", in the place of FlashInfer's op" * any(shape.bits == 8 for shape in found)
+            said.append(f"  products on an {name} (most tokens): {ours}{op}; all others are vLLM's")
     return said
 
 
