@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion import gpu
+from mla_fusion.attention import cards as attention_cards
 from mla_fusion.attention import triton as provider
-from mla_fusion.attention.hopper import cards, few_rows, product
+from mla_fusion.attention.hopper import cards, product
 from mla_fusion.attention.plan.buffers import Step
 from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.measure.distances import distance
@@ -74,6 +76,7 @@ MERGED = {
 @pytest.mark.parametrize("name", MERGED)
 def test_splits_are_merged(name, monkeypatch):
     monkeypatch.setattr(cards, "MERGED_TILES", 1)
+    monkeypatch.setattr(cards, "MERGED_SIZE", 1)
     monkeypatch.setattr(product, "merges", lambda given: True)
     wide, given = make(MERGED[name], lse=True)
     want = expected(given)
@@ -81,14 +84,15 @@ def test_splits_are_merged(name, monkeypatch):
     assert not (wrong := want.wrong(wide, given)), wrong
 
 
-MERGING = {"heads": 16, "dtype": FN, "tokens": 16}
+MERGING = {"heads": 16, "dtype": FN, "tokens": 64}
 
 
 @pytest.mark.parametrize(
     ("changed", "merges"),
-    [({}, True), ({"heads": 8}, True), ({"tokens": 15}, False), ({"heads": 20}, False),
-     ({"dtype": BF16}, False), ({"page": 8}, False), ({"batch_invariant": True}, False),
-     ({"tokens": 256}, True), ({"tokens": 257}, False)],
+    [({}, True), ({"heads": 20, "dtype": BF16}, True), ({"page": 8}, True), ({"tokens": 63}, False),
+     ({"dtype": BF16, "tokens": 256}, True), ({"tokens": 257}, False),
+     ({"heads": 64, "tokens": 32}, True), ({"heads": 64, "tokens": 31}, False),
+     ({"batch_invariant": True}, False), ({"sparse": True}, False)],
 )  # fmt: skip
 def test_where_splits_are_merged(changed, merges, monkeypatch):
     """By the product, or by the reduction. The decode lets in the product early."""
@@ -105,7 +109,8 @@ def test_where_splits_are_merged(changed, merges, monkeypatch):
     assert launched == ["decode", *["merge"] * (not merges), "multiply"]
     assert not merges or not cards.product(given)
     assert product.launch_of(given).arguments["MERGES"] == merges
-    assert few_rows.launch_of(given).arguments["early"] == merges
+    module = attention_cards.chosen(gpu.of("cuda"), given).module
+    assert module.launch_of(given).arguments["early"] == merges
 
 
 @pytest.mark.parametrize("left_out", ["gdc_wait", "fence_async_shared"])

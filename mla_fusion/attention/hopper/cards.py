@@ -24,9 +24,11 @@ PAIRED_HEADS = 128  # of one query row: two row blocks of one item
 # Less than in `BLOCKS` for 17 to 32 rows in fp8, and for fp8_ds_mla, whose blocks take longer.
 WIDE_OVERHEAD, DS_MLA_OVERHEAD = 3, 2
 PRODUCT_COLUMNS, PRODUCT_ROWS, PRODUCT_CTAS = 128, 64, 132  # of a CTA of `product.py`; at once
-# A product that merges splits needs so many tiles in a step: fewer have more splits each. A CTA has
-# at most so many rows, since its registers hold as many rows of splits.
-MERGED_TILES, MERGED_ROWS = 16, 32
+# A product that merges splits needs so many tiles, since fewer have more splits each, and so many
+# tokens times blocks of columns, so that most SMs read splits: with 16 heads in fp8 on an H200 it
+# took 1.03 of the time at 32 x 1024 and 1.21 at ragged 17 x 8192, 0.96 at 64 x 1024. A CTA has at
+# most so many rows, since its registers hold as many rows of splits.
+MERGED_TILES, MERGED_SIZE, MERGED_ROWS = 32, 1024, 32
 # Tokens times blocks of columns, rows and heads. On an H200 a decode and `torch.bmm` took 1.00 to
 # 1.20 of the time of a decode and this product up to here, 0.95 to 1.02 at twice as much, where a
 # quantization would be one more launch. A product that merges has no such limit: at 256 x 1024 in
@@ -140,17 +142,14 @@ def merged_rows(tiles: int, tokens: int, heads: int, values: int) -> int:
     rows, blocks = 8, heads * (values // PRODUCT_COLUMNS)
     while rows < MERGED_ROWS and blocks * -(-tokens // rows) > PRODUCT_CTAS:
         rows *= 2
-    fits = tiles >= MERGED_TILES and blocks * -(-tokens // rows) <= PRODUCT_CTAS
-    return rows if fits else 0
+    is_large = tiles >= MERGED_TILES and tokens * blocks >= MERGED_SIZE
+    return rows if is_large and blocks * -(-tokens // rows) <= PRODUCT_CTAS else 0
 
 
 def merges(given: Inputs) -> bool:
-    """Whether `product.py` merges the splits too, in place of the reduction. It does where it was
-    measured: behind `few_rows.py`, with up to 16 query rows in fp8."""
+    """Whether `product.py` merges the splits of a dense decode too, in place of the reduction."""
     plan, step, epilogue = given.plan, given.plan.step, given.epilogue
-    if epilogue is None or step is None or plan.settings.batch_invariant:
-        return False
-    if given.rows > 16 or given.kv_cache.itemsize > 1 or few_rows(given):
+    if epilogue is None or step is None or plan.settings.batch_invariant or given.sparse:
         return False
     heads, _, values = epilogue.w_uv.shape
     return merged_rows(step.batch * plan.layout.fold, len(given.out), heads, values) > 0

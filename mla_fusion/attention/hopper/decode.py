@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc
 
-from mla_fusion.attention.hopper import common, tile
+from mla_fusion.attention.hopper import cards, common, tile
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper.common import TILE, Work, barrier, read_item
 from mla_fusion.attention.plan import launches
@@ -80,14 +80,14 @@ def read_scales(scale, q_scale_ptr, kv_scale_ptr, FP8: gl.constexpr, WIDENED: gl
 @gluon.jit
 def attend(
     buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop, phases,
-    current, copied, form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
+    current, copied, early, form: gl.constexpr, BULK: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles of an item. Its first tile is on the way to buffer
     `current`.
 
     row: query rows of the CTA, in the layout of columns of the scores.
     copied: no tile is copied from this token on. Where it lies behind the item, the first tile of
-    the next item is on its way at the end.
+    the next item is on its way at the end. early: the kernel behind is let in with the last tile.
 
     Returns the sums [latents, rows], with PAIRS those of even and of odd latents, m [rows],
     l [tokens, rows], the phases of the barriers, and the buffer of the next tile."""
@@ -109,6 +109,8 @@ def attend(
             async_copy.wait_group(0)
         # After the last tile this copies nothing, or the next item's first.
         tile.start_copy(buffers, 1 - current, copies, t + 1, copied, first_end, form, BULK)
+        if early & (t + 1 == stop):
+            gdc.gdc_launch_dependents()
         left = item.end - t * TILE
         if BULK:
             mbarrier.wait(buffers.arrived.index(current), phases >> current & 1)
@@ -179,13 +181,13 @@ def store_item(
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
-@gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh"])
+@gluon.jit(do_not_specialize=["table_stride", "extra_table_stride", "fresh", "early"])
 def mla_decode_hopper(
     q_ptr, kv_ptr, table_ptr, extra_ptr, extra_table_ptr, first_lens_ptr, sink_ptr, out_ptr,
     lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr, q_scale_ptr,
     kv_scale_ptr, scale, heads, q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
     block_stride, extra_table_stride, extra_block_stride, latents, rotated, block_rows, fresh,
-    FORM: gl.constexpr, ROWS: gl.constexpr, BULK: gl.constexpr,
+    early, FORM: gl.constexpr, ROWS: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters, `common.cache_boxes` latents, rotated and block_rows.
 
@@ -263,7 +265,7 @@ def mla_decode_hopper(
             )
         acc, odd, m, l, phases, current = attend(
             buffers, q_keys, q_ropes, shared_p, copies, work, item, row, factor, first_end, stop,
-            phases, current, copied, FORM, BULK, FP8,
+            phases, current, copied, (early > 0) & (number + 1 == end), FORM, BULK, FP8,
         )  # fmt: skip
         async_copy.wait_group(0)
         # The zeros after the last tile, before the copy engine writes there.
@@ -289,7 +291,7 @@ def launch_of(given: Inputs) -> Launch:
     arguments = {
         **launches.common(given), **launches.caches(given),
         "latents": latents, "rotated": rotated, "block_rows": block_rows,
-        "ROWS": rows, "BULK": block_rows > 0,
+        "ROWS": rows, "BULK": block_rows > 0, "early": int(cards.merges(given)),
     }  # fmt: skip
     options = {"num_warps": 4 if rows == 16 else 8, "launch_pdl": True}
     return Launch(mla_decode_hopper, launches.grid(given, rows), arguments, options)

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc
 
+from mla_fusion.attention.hopper import cards
 from mla_fusion.attention.hopper import warp_specialized_bf16 as bf16
 from mla_fusion.attention.hopper import warp_specialized_common as ws
 from mla_fusion.attention.hopper import warp_specialized_fp8 as fp8
@@ -40,11 +41,12 @@ from mla_fusion.kernels.launches import Launch
 
 
 # Do not specialize on stride 1: the warm-up's one-column table would compile another variant.
-@gluon.jit(do_not_specialize=["table_stride", "fresh"])
+@gluon.jit(do_not_specialize=["table_stride", "fresh", "early"])
 def mla_decode_hopper_ws(
     table_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, work_indptr_ptr, work_info_ptr,
     q_scale_ptr, kv_scale_ptr, scale, heads, out_stride_t, out_stride_h, table_stride, q_halves,
-    q_quarters, q_rotated, halves, quarters, rotated, block_rows, fresh, FORM: gl.constexpr,
+    q_quarters, q_rotated, halves, quarters, rotated, block_rows, fresh, early,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """`plan.launches` has the parameters; the others are `Boxes` of query and cache, and the rows
     of a cache from one block to the next. It is launched as early as `hopper.decode`, which has
@@ -101,7 +103,7 @@ def mla_decode_hopper_ws(
                 )),
                 (fp8.multiply, (work, tiles, shared, target, FORM, False)),
                 (fp8.multiply, (work, tiles, shared, target, FORM, True)),
-                (ws.copy, (work, query, tiles, cache, block_rows, FORM)),
+                (ws.copy, (work, query, tiles, cache, block_rows, early, FORM)),
             ],
             [4, 4, 1],
             [192, 192, 24],
@@ -121,7 +123,7 @@ def mla_decode_hopper_ws(
                     work, query, tiles, shared, made.index(2), target, scale * LOG2E, FORM
                 )),
                 (bf16.multiply, (work, tiles, shared, made.index(2), target, FORM)),
-                (ws.copy, (work, query, tiles, cache, block_rows, FORM)),
+                (ws.copy, (work, query, tiles, cache, block_rows, early, FORM)),
             ],
             [4, 1],
             [216, 40],
@@ -140,6 +142,7 @@ def launch_of(given: Inputs) -> Launch:
         **launches.common(given),
         **ws.query_boxes(given.q, latent, given.plan.layout.per_work),
         "halves": halves, "quarters": quarters, "rotated": rotated, "block_rows": block_rows,
+        "early": int(cards.merges(given)),
     }  # fmt: skip
     options = {"num_warps": WARPS.value, "launch_pdl": True}
     return Launch(mla_decode_hopper_ws, launches.grid(given, ROWS.value), arguments, options)

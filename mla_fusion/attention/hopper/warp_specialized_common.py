@@ -69,7 +69,7 @@ def turn_of(number, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
+def copy(work, query, tiles, cache, block_rows, early, form: gl.constexpr):
     """The copying warp: the query and all tiles of all items, in order."""
     HALF: gl.constexpr = tiles.left.shape[2]
     PART: gl.constexpr = tiles.right.shape[2]
@@ -108,9 +108,12 @@ def copy(work, query, tiles, cache, block_rows, form: gl.constexpr):
                 target = tiles.right.index(quarter)
                 tma_load(cache.quarters, [row, HALF + part * PART], full, target)
             done += 1
-    # The reduction may be launched, and waits: where half of the CTAs have nothing to do, its
-    # own find room beside those that have. Idle CTAs signal when they end.
-    if SIZE == 1 and is_short & (begin < end):
+    # A product that merges may be launched, and waits; the reduction, too, where half of the CTAs
+    # have nothing to do: its own find room beside those that have. Idle CTAs signal at their end.
+    lets_in = early > 0
+    if SIZE == 1:
+        lets_in |= is_short
+    if lets_in & (begin < end):
         gdc.gdc_launch_dependents()
 
 

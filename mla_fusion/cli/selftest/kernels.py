@@ -37,6 +37,7 @@ EPILOGUES = [
     _behind(8, batch=8, quantization="group_ue8m0"),
     _behind(128, batch=8),
 ]
+MERGED = [_behind(16, batch=64), _behind(64, batch=32)]
 MORE_EPILOGUES = [_behind(64, batch=1, quantization="group"), _behind(16, queries=2, batch=2)]
 Check = Callable[[bool], Iterator[Outcome]]  # by `thorough`; it raises CannotRun on this GPU
 
@@ -84,8 +85,9 @@ def _epilogue(thorough: bool) -> Iterator[Outcome]:
     if gpu.of("cuda").no_fp8():
         shapes = [shape for shape in shapes if shape.quantization == "none"]
     else:
-        # On Hopper this product merges splits.
-        shapes = [*shapes, _behind(16, batch=40, q=gpu.fp8_type(), kv=gpu.fp8_type())]
+        # On Hopper this product merges splits, behind each dense decode.
+        fp8 = gpu.fp8_type()
+        shapes = [*shapes, *MERGED, *(dataclasses.replace(x, q=fp8, kv=fp8) for x in MERGED)]
     return decode.check(None, shapes, repeats=REPEATS[thorough])
 
 
