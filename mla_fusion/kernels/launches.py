@@ -2,12 +2,13 @@
 
 Triton binds and looks up the 20 to 30 arguments of every launch, which takes the host longer than
 many kernels take the GPU. A decode step without a full CUDA graph makes the same launches each
-time: vLLM's buffers, and those between captured pieces, have fixed addresses.
+time: vLLM's buffers, and those between captured pieces, have fixed addresses. For a graph that vLLM
+captures, all layers make the same launches, each with addresses of its own.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from mla_fusion.kernels.capture import capturing
 
 MOST_KEPT = 256  # of a layer, of which each step without a full graph uses two
+MOST_ALIKE = 4096  # of layers with one plan, which make two or four for each size of a batch
+ALIGNED = 16  # bytes: alignment that Triton, TMA descriptors and the cards of kernels look at
 
 
 class Launch(NamedTuple):
@@ -31,7 +34,7 @@ class Launch(NamedTuple):
         """The arguments in the order of the kernel's parameters."""
         return [self.arguments[name] for name in self.kernel.arg_names]
 
-    def start(self, kept: list[Callable[..., Any]] | None = None) -> None:
+    def start(self, kept: list[functools.partial[Any]] | None = None) -> None:
         """Launch the kernel on the current stream; nothing is waited for. A call that launches it
         again, with the same addresses, goes into `kept`, if given."""
         # By position: Triton copies keywords three times, 4 us for 30 of them.
@@ -49,22 +52,30 @@ def places(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     )
 
 
-class _Address(NamedTuple):
-    """Stands for a tensor whose memory it does not keep alive."""
-
-    address: int
+class _Address(int):
+    """An argument that is a tensor's address: it does not keep the memory alive."""
 
     def data_ptr(self) -> int:
-        return self.address
+        return self
 
 
 def _without_memory(value: Any) -> Any:
     """An argument of a launch as addresses: a tensor's, or that in a descriptor of Gluon's."""
     if isinstance(value, torch.Tensor):
-        return value.data_ptr()
+        return _Address(value.data_ptr())
     if isinstance(base := getattr(value, "base", None), torch.Tensor):
         value = copy.copy(value)
         value.base = _Address(base.data_ptr())
+    return value
+
+
+def _moved(value: Any, to: dict[int, int]) -> Any:
+    """An argument of a launch with other addresses. `to`: those of tensors, by the old ones."""
+    if isinstance(value, _Address):
+        return int(to.get(value, value))
+    if isinstance(base := getattr(value, "base", None), _Address):
+        value = copy.copy(value)
+        value.base = _Address(to.get(base, base))
     return value
 
 
@@ -77,15 +88,24 @@ class Kept:
     So no kept launch is stale, and none keeps memory. The buffers of a plan are in no key: a plan
     and the `Kept` of its layers are made together. A launch goes to the current stream of the
     current device.
+
+    A call whose tensors only have other addresses than one of `alike`, which layers with one plan
+    share, makes the launches of that with its own addresses.
     """
 
-    def __init__(self) -> None:
-        self._by_key: dict[Hashable, Sequence[Callable[..., Any]]] = {}
+    def __init__(self, alike: dict[Hashable, Any] | None = None) -> None:
+        self._by_key: dict[Hashable, Sequence[functools.partial[Any]]] = {}
+        self._alike = {} if alike is None else alike
 
-    def repeat(self, key: Hashable) -> bool:
-        """Make the launches of this key again; False if there are none."""
-        if (launches := self._by_key.get(key)) is None:
-            return False
+    def repeat(self, key: Hashable, at: tuple[Any, ...]) -> bool:
+        """Make the launches of this key and these `places` again; False if there are none."""
+        if (launches := self._by_key.get((key, at))) is None:
+            kind, addresses = _kind(key, at)
+            if kind not in self._alike:
+                return False
+            before, made = self._alike[kind]
+            to = dict(zip(before, addresses, strict=True))
+            launches = self._store((key, at), made, to)
         import triton
 
         active = triton.runtime.driver.active
@@ -94,9 +114,32 @@ class Kept:
             launch(stream=stream)
         return True
 
-    def keep(self, key: Hashable, launches: Sequence[Callable[..., Any]]) -> None:
-        """Keep launches that were made, if there are any. Those that a graph captures are its."""
-        if launches and not capturing():
+    def keep(
+        self, key: Hashable, at: tuple[Any, ...], launches: Sequence[functools.partial[Any]]
+    ) -> None:
+        """Keep launches that were made, if there are any."""
+        if launches:
+            kind, addresses = _kind(key, at)
+            if len(self._alike) == MOST_ALIKE:
+                self._alike.clear()  # sizes that do not return
+            self._alike[kind] = addresses, launches
+            self._store((key, at), launches, {})
+
+    def _store(
+        self, key: Hashable, launches: Sequence[functools.partial[Any]], to: dict[int, int]
+    ) -> list[functools.partial[Any]]:
+        """Calls of these launches at `to`, kept unless a graph captures them: they are its."""
+        calls = [functools.partial(x.func, *[_moved(y, to) for y in x.args]) for x in launches]
+        if not capturing():
             if len(self._by_key) == MOST_KEPT:
                 self._by_key.clear()  # addresses that do not return
-            self._by_key[key] = launches
+            self._by_key[key] = calls
+        return calls
+
+
+def _kind(key: Hashable, at: tuple[Any, ...]) -> tuple[Hashable, list[int]]:
+    """`key` with these `places` but for addresses, and the addresses. The kind says which tensors
+    share an address: an argument with that address could be any of them."""
+    addresses = [0 if place is None else place[0] for place in at]
+    kinds = [place and (place[0] % ALIGNED, *place[1:]) for place in at]
+    return (key, *kinds, *map(addresses.index, addresses)), addresses

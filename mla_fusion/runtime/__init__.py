@@ -72,12 +72,13 @@ def fused_decode_prep(
     state = layer_state.of(layer)
     if cos_sin_cache is not None:
         cos_sin_cache = tables.in_type(state.tables, cos_sin_cache, rope, q.dtype)
-    key = is_neox, kv_norm_epsilon, places(
+    key = is_neox, kv_norm_epsilon, kv_cache_dtype
+    at = places(
         q, kv_c, k_pe, prepared_q, positions, cos_sin_cache, q_factor, slot_mapping, kv_cache,
         k_scale, layer._q_scale, vllm_compat.plain(layer, "W_UK_T"), kv_norm_weight,
     )  # fmt: skip
     try:
-        if state.kept.repeat(key):
+        if state.kept.repeat(key, at):
             return
         made: list[Any] = []
         inputs = Inputs(
@@ -90,7 +91,7 @@ def fused_decode_prep(
             kv_norm_epsilon, kept=made,
         )  # fmt: skip
         kernels.get_provider(provider).fused_mla_decode_prep(inputs)
-        state.kept.keep(key, made)
+        state.kept.keep(key, at, made)
     except Exception as error:
         _explain(error, provider, f"in a decode step of {rows} rows, in layer {layer.layer_name}")
         raise

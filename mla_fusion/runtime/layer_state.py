@@ -1,6 +1,6 @@
 """The state of each MLA layer, made once when the model is loaded, and read in each step."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,7 @@ class LayerState:
         plan: the plan of the persistent decode, shared by layers of one shape; None if vLLM's
             backend decodes every step.
         tables: cosines and sines in the forms of `runtime.tables`, shared by all layers.
-        kept: the launches of its ops.
+        kept: the launches of its ops, alike in layers of one plan, or without one.
     """
 
     facts: eligibility.LayerFacts | None = None
@@ -62,6 +62,7 @@ def make(engine: Engine) -> dict[str, LayerState]:
     """The state of every MLA layer, with the plan of its shape where `decode_choice` leaves it to a
     planner. The log names each plan: how many layers share it, and for what it is."""
     states, plans = {}, dict[tuple[Any, ...], StepPlan]()
+    alike = defaultdict[StepPlan | None, dict[Any, Any]](dict)
     options = engine.options
     for name, layer in engine.layers.items():
         facts = eligibility.facts(
@@ -80,7 +81,7 @@ def make(engine: Engine) -> dict[str, LayerState]:
         decided = replace(facts, planner=choice.planner)
         if choice.chunks:
             decided = replace(decided, no_product="vLLM's product with W_UV, in every step")
-        states[name] = LayerState(decided, choice, plan, engine.tables)
+        states[name] = LayerState(decided, choice, plan, engine.tables, Kept(alike[plan]))
     if vllm_compat.is_first_rank():
         shared = Counter(state.plan for state in states.values() if state.plan)
         for plan, count in shared.items():

@@ -81,16 +81,16 @@ class StepPlan:
             plan.aiter.listed = getattr(metadata.decode, "paged_kv_indices", None)
         values, scale = (quantized.values, quantized.scale) if quantized else (None, None)
         used = q, kv_cache, table, layer._q_scale, layer._k_scale, weight, output, values, scale
-        key = rows, plan.fresh, places(*used)
+        key, at = (rows, plan.fresh, layer.impl.scale, layer.kv_cache_dtype), places(*used)
         if quantized is not None and weight is not None:
             quantized.clear_padding(rows)
-        if kept.repeat(key):
+        if kept.repeat(key, at):
             plan.fresh = False
         else:
             made: list[Any] = []
             cache = cache_view(layer, kv_cache)
             self._attend(q[:rows], cache, layer, weight, table, output, quantized, made)
-            kept.keep(key, made)
+            kept.keep(key, at, made)
         if weight is None:
             layer._v_up_proj(self.out[:rows], out=output[:rows])
             if quantized is not None:
