@@ -22,9 +22,11 @@ def compile_apart(launches: Sequence[Callable[[], Any]], device: torch.device) -
     meta tensors. Returns what the process said if it failed, else nothing."""
     if not launches:
         return ""
+    from triton.compiler import make_backend
     from triton.runtime import driver
 
-    job = pickle.dumps((gpu.of(device), driver.active.get_current_target(), launches))
+    target = driver.active.get_current_target()
+    job = pickle.dumps((gpu.of(device), target, make_backend(target).hash(), launches))
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, input=job, capture_output=True, env=os.environ | path)
@@ -43,10 +45,14 @@ class Target:
 
 def main() -> None:
     """Compile the job of the standard input."""
+    from triton.compiler import make_backend
     from triton.runtime import KernelInterface, driver
 
-    here, target, launches = pickle.load(sys.stdin.buffer)
+    here, target, compiler, launches = pickle.load(sys.stdin.buffer)
     gpu.of = lambda device: here  # in this process
+    # Part of a binary's name in the cache. It has the version of ptxas, and Inductor of torch 2.11
+    # sets another ptxas once the engine has asked for that.
+    type(make_backend(target)).hash = lambda self: compiler
     driver.set_active(Target(target))
     KernelInterface.__getitem__ = lambda self, grid: functools.partial(self.warmup, grid=grid)
     for launch in launches:

@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
 from triton.runtime import KernelInterface, driver
 
 from mla_fusion import projections
@@ -30,6 +32,15 @@ def h200(tmp_path, monkeypatch):
 
 
 def test_the_parent_finds_what_a_process_compiled(tmp_path, monkeypatch):
+    """Even if it named its ptxas before Inductor set another one for new processes."""
+    make_backend(driver.active.get_current_target()).hash()
+    another = tmp_path / "ptxas"
+    another.write_text(
+        f'#!/bin/sh\necho "Another build"\nexec {knobs.nvidia.ptxas_blackwell.path} "$@"\n'
+    )
+    another.chmod(0o755)
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # by release of Triton
+        monkeypatch.setenv(name, str(another))
     [one, *_] = provider.launches(GPU, Product(2048, (576,)), BF16)
     assert ahead.compile_apart([one], GPU) == ""
     found = {*tmp_path.glob("*/*")}
