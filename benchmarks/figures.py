@@ -247,7 +247,8 @@ def sparse_shipped() -> dict[str, str]:
         if ours and not float(row["error"]) <= SPARSE_TOLERANCE:
             raise ValueError(f"not a row to decide by: {row}")
         slots = int(row["topk"]) + (WINDOW if "v4" in row["cache"] else 0)
-        form = {"dtype": row["cache"], "queries": "1", "values": "0", "batch": row["tokens"],
+        cache = row["cache"] + "_window" * (slots == WINDOW)
+        form = {"dtype": cache, "queries": "1", "values": "0", "batch": row["tokens"],
                 "context": str(slots), "ragged": "0"}  # fmt: skip
         peer = "ours" if ours else "fa3_sparse" if row["cache"] == "bf16" else "flashmla_sparse"
         if ours or row["vllm_default"] == "1":

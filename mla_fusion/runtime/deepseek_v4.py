@@ -21,6 +21,8 @@ from mla_fusion.report.reasons import Decline
 from mla_fusion.runtime import sparse_step
 
 WINDOW_ONLY, LISTED = "swaonly", "c128a"  # LISTED: vLLM's metadata has the slots of all entries
+# Kinds with rows of their own in `sparse_step.FOLDER`. LISTED: pages of two entries.
+ROWS = {WINDOW_ONLY: "_window", LISTED: "_128"}
 
 
 class Step(sparse_step.Shared):
@@ -105,8 +107,8 @@ def shape(layer: Any, vllm_config: Any) -> tuple[Any, ...]:
 
 def _most_tokens(layer: Any) -> int:
     """As `sparse_step.most_tokens`; V4.1 goes by V4."""
-    listed = layer.mla_fusion_kinds[layer.compress_ratio] == LISTED  # pages of two entries
-    return sparse_step.most_tokens(layer.n_local_heads, "fp8_ds_mla_v4" + "_128" * listed)
+    kind = layer.mla_fusion_kinds[layer.compress_ratio]
+    return sparse_step.most_tokens(layer.n_local_heads, "fp8_ds_mla_v4" + ROWS.get(kind, ""))
 
 
 def why_not(layer: Any, vllm_config: Any) -> Decline | None:

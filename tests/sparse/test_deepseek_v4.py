@@ -12,10 +12,10 @@ from mla_fusion import plugin
 from mla_fusion.attention import triton as provider
 from mla_fusion.config import vllm_compat
 from mla_fusion.plugin import workers
-from mla_fusion.runtime import sparse_step
+from mla_fusion.runtime import deepseek_v4, sparse_step
 from tests.sparse import test_backend, v4
 from tests.sparse.layers import assert_declined, imitate, launched, plant
-from tests.sparse.v4 import LAYERS, Step, layer
+from tests.sparse.v4 import KINDS, LAYERS, Step, layer
 
 plugin.register()
 
@@ -218,9 +218,12 @@ def test_the_page_says_which_steps(monkeypatch):
     page = " ".join((Path(__file__).parents[2] / "docs" / "sparse.md").read_text().split())
     said = (
         r"1 to (\d+) real heads of V4 and V4.1, in every kind of layer, in steps of up to (\d+) "
-        r"tokens, and \d+ to (\d+) except in layers of ratio 128,"
+        r"tokens, and \d+ to (\d+), but up to (\d+) tokens over the window alone"
     )
-    every, tokens, others = map(int, re.search(said, page).groups())
-    for heads, cache in ((others, "fp8_ds_mla_v4"), (every, "fp8_ds_mla_v4_128")):
-        most = [sparse_step.most_tokens(each, cache) for each in (1, heads, heads + 1)]
-        assert most == [tokens, tokens, 0]
+    few, tokens, many, alone = map(int, re.search(said, page).groups())
+    for ratio, _ in KINDS["deepseek_v4"]:
+        made, last = layer(ratio), tokens if ratio > 1 else alone
+        most = []
+        for made.n_local_heads in (1, few, few + 1, many, many + 1):
+            most.append(deepseek_v4._most_tokens(made))
+        assert most == [tokens, tokens, last, last, 0], ratio
