@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +20,8 @@ from mla_fusion.cli import UserError, child
 Engine = tuple[child.Job, "subprocess.Popen[str]"]
 ENDS = 10  # seconds in which a process whose output is closed has ended
 
+# Ten for each engine. Linux gives those from 32768 on to connections of other engines.
+PORTS = itertools.count(20000 + 1000 * (os.getpid() % 12), 10)
 # NVLink multicast, which vLLM takes for granted, is off on some machines.
 NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
 
@@ -29,6 +31,7 @@ def start(options: dict[str, Any], variables: dict[str, str] | None = None) -> E
     folder = options["folder"] or tempfile.mkdtemp()
     # A graph from a cache would not meet the passes.
     environment = {"CUDA_VISIBLE_DEVICES": options["device"], "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    environment["VLLM_PORT"] = str(next(PORTS))
     if not options["multicast"]:
         environment |= NO_MULTICAST
     environment |= options["variables"] | (variables or {})
@@ -93,10 +96,7 @@ def start_ranks(options: dict[str, Any]) -> list[Engine]:
     if ranks == 1:
         return [start(options)]
     gpus = options["device"].split(",")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    engines = []
+    port, engines = next(PORTS), []
     for rank in range(ranks):
         # As vLLM's own example of data parallelism without a server sets them.
         variables = {"VLLM_DP_SIZE": ranks, "VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": 0,

@@ -168,6 +168,18 @@ def test_all_reduces_that_need_multicast_are_left_to_vllm_where_asked(multicast,
     assert ("fuse_allreduce_rms" in passes) is not multicast
 
 
+def test_engines_have_ports_of_their_own_that_no_connection_takes(monkeypatch):
+    works = []
+    monkeypatch.setattr(engine_jobs.child, "start", lambda work, **_: works.append(work))
+    for ranks in (2, 1):
+        engine_jobs.start_ranks(job(dp=ranks, device="0,1"))
+    ports = [int(work.environment["VLLM_PORT"]) for work in works]
+    first, second = (int(work.environment["VLLM_DP_MASTER_PORT"]) for work in works[:2])
+    assert first == second
+    assert sorted({first, *ports}) == list(range(first, first + 40, 10))
+    assert 20000 <= first < 32768
+
+
 def test_rows_are_written_as_they_come(monkeypatch, tmp_path):
     def tokens(args):
         yield [{"configuration": "first"}], 0
