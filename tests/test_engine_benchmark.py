@@ -291,7 +291,7 @@ def test_complete_starts_as_many_cases_of_ranks_as_fit(monkeypatch):
         ("deepseek-r1-deep fp8 dcp2", 16), ("deepseek-r1-deep fp8 mtp-1 dcp2", 16),
     ]  # fmt: skip
     assert [each["capture"][:2] for each in started[4:8:2]] == [[1, 8], [2, 16]]
-    assert {each["cudagraph_mode"] for each in started} == {"PIECEWISE"}
+    assert {(each["cudagraph_mode"], each["tokens"]) for each in started} == {("PIECEWISE", 64)}
 
 
 def test_complete_judges_layers_and_takes_changes_of_medians_against_default():
