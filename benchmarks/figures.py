@@ -132,18 +132,27 @@ def complete_table(points: dict[tuple[str, ...], Steps]) -> list[str]:
     return lines
 
 
+def star(off: list[float], on: list[float]) -> str:
+    """A star if the ranges of the rounds without and with the flag overlap."""
+    return "*" * (min(on) <= max(off) and min(off) <= max(on))
+
+
 def ranks_table(rows: list[Row]) -> list[str]:
     """The change of a step of several GPUs with the flag, in percent, by batch of an engine: GPU
     time on each rank; by the clock."""
     points: dict[str, dict[int, str]] = {}
-    for r in [row for row in rows if row["arm"] == "auto"]:
+    for default, r in itertools.pairwise(rows):
+        if r["arm"] != "auto":
+            continue
         way = next((way for way in ("dcp", "dp") if r.get(way)), "tp").upper() + r["gpus"]
         marks = "1 draft" * bool(r.get("drafts")), "fused with norms" * bool(r.get("multicast"))
         told = MODELS[r["model"]], f"{r['layers']} layers", way, *marks, r["vllm"]
         name = ", ".join(filter(None, (*told, r.get("all_reduce"), r["commit"])))
         ranks = [r[column] for column in r if re.fullmatch(r"gpu\d*_change", column)]
         gpu = "/".join(f"{float(change):+.1f}" for change in filter(None, ranks))
-        points.setdefault(name, {})[int(r["batch"])] = f"{gpu}; {float(r['wall_change']):+.1f}"
+        rounds = ([float(of[f"wall_{end}"]) for end in ("min", "max")] for of in (default, r))
+        clock = f"{float(r['wall_change']):+.1f}{star(*rounds)}"
+        points.setdefault(name, {})[int(r["batch"])] = f"{gpu}; {clock}"
     batches = sorted({batch for cells in points.values() for batch in cells})
     head = ["model, vLLM, all-reduce, commit", *(f"batch {batch}" for batch in batches)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -153,8 +162,7 @@ def ranks_table(rows: list[Row]) -> list[str]:
 
 
 def serve_table(rows: list[Row]) -> list[str]:
-    """Medians of the rounds (least to most) by load: without and with the flag, and a word where
-    their ranges overlap."""
+    """Medians of the rounds (least to most) by load: without and with the flag."""
     columns = {"median_tpot_ms": "TPOT, ms", "median_ttft_ms": "TTFT, ms",
                "output_throughput": "tokens/s"}  # fmt: skip
     lines = [f"| requests/s | {' | '.join(columns.values())} |", "|---" * 4 + "|"]
@@ -165,9 +173,8 @@ def serve_table(rows: list[Row]) -> list[str]:
                 [float(r[column]) for r in rows if (r["rate"], r["arm"]) == (rate, arm)]
                 for arm in ("default", "auto")
             )
-            seen = max(off) < min(on) or max(on) < min(off)
             told = (f"{median(us):.4g} ({min(us):.4g}-{max(us):.4g})" for us in (off, on))
-            cells.append("; ".join(told) + "; no difference seen" * (not seen))
+            cells.append("; ".join(told) + star(off, on))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
