@@ -5,6 +5,8 @@ import figures
 import pytest
 import stale_rows
 
+from mla_fusion import projections
+
 
 def test_tables_are_current():
     for page, content in figures.written().items():
@@ -18,7 +20,8 @@ def test_the_plot_is_current():
 KERNEL = "mla_fusion/kernel.py"
 FILES = {
     KERNEL: "from mla_fusion import common\nfrom mla_fusion.common import helper\nMOST = 4\n"
-    "@gluon.jit\ndef kernel(x):\n    return helper(x) + common.other(MOST)\n",
+    "@gluon.jit\ndef kernel(x):\n    return helper(x) + common.other(MOST)\n"
+    "@gluon.jit\ndef norm(x):\n    return x * MOST\n",
     "mla_fusion/common.py": "def helper(x):\n    return x\ndef other(x):\n    return inner(x)\n"
     "def inner(x):\n    return x + 1\ndef apart(x):\n    return x + 2\n",
 }  # fmt: skip
@@ -38,6 +41,7 @@ def test_rows_are_old_if_code_has_changed_that_their_kernel_runs(monkeypatch, ol
     monkeypatch.setattr(stale_rows, "source", source)
     stale_rows.definitions.cache_clear(), stale_rows.changed.cache_clear()
     assert stale_rows.changed("then", KERNEL) == files
+    assert stale_rows.changed("then", f"{KERNEL}:norm") == files - {"common.py"}
     stale_rows.definitions.cache_clear()
 
 
@@ -47,11 +51,14 @@ def test_rows_are_old_if_code_has_changed_that_their_kernel_runs(monkeypatch, ol
      ("complete.csv", {"arm": "auto", "batch": "0"}, 0), ("start.csv", {}, 0),
      ("step.csv", {"dtype": "bf16", "heads": "16", "queries": "2"}, 3),
      ("complete.csv", {"arm": "auto", "model": "r1-dp", "cache": "fp8"}, 6),
+     ("complete.csv", {"arm": "auto", "batch": "8", "drafts": "3"}, 6),
      ("serve.csv", {"arm": "auto"}, 6), ("region.csv", {"candidate": "plain+triton"}, 1)],
 )  # fmt: skip
 def test_a_row_times_the_kernels_that_it_launched(name, row, timed):
     files = stale_rows.kernels(name, row)
-    assert len(files) == timed and all((stale_rows.ROOT / file).exists() for file in files)
+    assert len(files) == timed and all(stale_rows.reached(stale_rows.NOW, file) for file in files)
+    few = int(row.get("batch", 1)) * (1 + int(row.get("drafts", 0))) <= projections.MAX_TOKENS
+    assert len(files) < 6 or files[-1].endswith(".py" if few else ":rms_norm")
 
 
 @pytest.mark.parametrize("flag, seen", [((1, 2), True), ((1, 3), False), ((5, 6), True)])

@@ -21,7 +21,8 @@ ATTENTION = "mla_fusion/attention"
 REGION = ("mla_fusion/kernels/triton_kernels.py",)
 PLANNED = (f"{ATTENTION}/triton/reduce_kernel.py", f"{ATTENTION}/hopper/product.py")
 SPARSE = (f"{ATTENTION}/hopper/sparse_fp8.py", f"{ATTENTION}/hopper/sparse_specialized.py")
-STEP = (f"{ATTENTION}/plan/planner_triton.py", "mla_fusion/projections/kernel.py")
+PLANNER, PRODUCTS = f"{ATTENTION}/plan/planner_triton.py", "mla_fusion/projections/kernel.py"
+MAX_TOKENS = 16  # of a product; of PRODUCTS, steps of more tokens run the norm alone
 # Query rows of a sequence from which on a kernel decodes it, in bf16 and in fp8.
 DECODES = {"warp_specialized": (33, 33), "few_rows": (17, 1), "decode": (1, 1)}
 
@@ -69,13 +70,15 @@ def code(node: ast.stmt) -> str:
 
 
 def reached(commit: str, path: str) -> dict[Place, str]:
-    """The code that the jitted functions of a file run, by place."""
+    """The code that the jitted functions of a file run, or of FILE:NAME that one, by place."""
     found: dict[Place, str] = {}
+    path, _, only = path.partition(":")
     todo = [
         (path, name)
         for name, node in definitions(commit, path).items()
         if isinstance(node, ast.FunctionDef) and "jit" in ast.unparse(node).partition("def ")[0]
-    ]
+        and (not only or name == only)
+    ]  # fmt: skip
     while todo:
         if (place := todo.pop()) in found:
             continue
@@ -125,10 +128,14 @@ def kernels(name: str, row: dict[str, str]) -> tuple[str, ...]:
         return ()  # no kernel's time
     fp8 = "fp8" in (row.get("dtype") or row.get("cache") or "fp8")
     heads = int(row.get("heads") or (128 if row.get("model") == "r1-dp" else 16))
-    rows = heads * (int(row.get("queries") or 1) + int(row.get("drafts") or 0))
+    queries = int(row.get("queries") or 1) + int(row.get("drafts") or 0)
+    rows = heads * queries
     decode = next(kernel for kernel, least in DECODES.items() if rows >= least[fp8])
     files = (f"{ATTENTION}/hopper/{decode}.py", *PLANNED)
-    return files if "dtype" in row else (*REGION, *files, *STEP)
+    if "dtype" in row:
+        return files
+    few = int(row.get("batch") or 1) * queries <= MAX_TOKENS
+    return (*REGION, *files, PLANNER, PRODUCTS if few else f"{PRODUCTS}:rms_norm")
 
 
 def main() -> None:
