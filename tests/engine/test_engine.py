@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.utils.network_utils import get_open_port
 
 from mla_fusion import config, ops, report
@@ -312,14 +313,17 @@ def test_invariant_2_what_inductor_gets_for_decode_leaves_prefill_as_it_is(decod
     assert thresholds == [1, cpu["kernels"][name][2]] and thresholds[1] > 1
 
 
-def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(decodes):
-    """In bf16 its epilogue multiplies with W_UV."""
-    dtype, backend, portable = decodes
-    apart = {"float32": 1e-3, "bfloat16": 5e-2}[dtype]
+def test_the_portable_decode_gives_the_same_tokens_from_one_refresh_a_step(decodes, fused):
+    """In bf16 its epilogue multiplies with W_UV, and bf16 logits of 8 to 16 are 1/16 apart. So each
+    decode is compared with float32, from which vLLM's is 0.023 apart and the portable one 0.022.
+    """
+    _, backend, portable = decodes
     assert backend["refreshes"] == []
     # All four prompts are prefilled in one step; then every step decodes four tokens, and the
     # three layers share its plan. Before them, a warm-up of one token.
     assert portable["refreshes"] == [[1, 1]] + [[4, 4]] * (NEW_TOKENS - 1)
     assert portable["tokens"] == backend["tokens"]
-    for ours, theirs in zip(portable["logprobs"], backend["logprobs"], strict=True):
-        assert ours == pytest.approx(theirs, abs=apart)
+    exact = torch.tensor(fused["logprobs"])
+    errors = [torch.tensor(found["logprobs"]) - exact for found in (portable, backend)]
+    ours, theirs = (error.square().mean().sqrt() for error in errors)
+    assert ours <= 1.1 * theirs + 1e-5
