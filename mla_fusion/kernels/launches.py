@@ -60,7 +60,7 @@ class _Address(int):
 
 
 def _without_memory(value: Any) -> Any:
-    """An argument of a launch as addresses: a tensor's, or that in a descriptor of Gluon's."""
+    """The argument, with an address in the place of a tensor, also inside a Gluon descriptor."""
     if isinstance(value, torch.Tensor):
         return _Address(value.data_ptr())
     if isinstance(base := getattr(value, "base", None), torch.Tensor):
@@ -70,7 +70,7 @@ def _without_memory(value: Any) -> Any:
 
 
 def _moved(value: Any, to: dict[int, int]) -> Any:
-    """An argument of a launch with other addresses. `to`: those of tensors, by the old ones."""
+    """The argument with the new address of each tensor. to: old address -> new address."""
     if isinstance(value, _Address):
         return int(to.get(value, value))
     if isinstance(base := getattr(value, "base", None), _Address):
@@ -89,8 +89,9 @@ class Kept:
     and the `Kept` of its layers are made together. A launch goes to the current stream of the
     current device.
 
-    A call whose tensors only have other addresses than one of `alike`, which layers with one plan
-    share, makes the launches of that with its own addresses.
+    `alike` is shared by the layers of one plan. A call whose tensors differ from an earlier layer's
+    by nothing but addresses makes that layer's launches with its own. So a launch must have the
+    tensors of a call as they are: the address of a part of one would remain the earlier layer's.
     """
 
     def __init__(self, alike: dict[Hashable, Any] | None = None) -> None:

@@ -23,8 +23,8 @@ def project(
     With `scales`, fp32 [N / 128, K / 128] rounded up, the one weight is e4m3 and x bf16, of which
     each 128 elements are rounded to e4m3 with a scale of their own first. The result is bf16.
 
-    T is 1 to 16. Rows of x and of the weights may be strided, their elements not. Raises ValueError
-    for other inputs, and where `plan_for` has no plan."""
+    T is 1 to 16, with `scales` 1 to 8. Rows of x and of the weights may be strided, their elements
+    not. Raises ValueError for other inputs, and where `plan_for` has no plan."""
     check(x, weights, scales)
     sizes, (tokens, k) = tuple(weight.shape[0] for weight in weights), x.shape
     plan = plan_for(x.device, sizes, k, tokens, weights[0].dtype)

@@ -52,7 +52,8 @@ def wait() -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the passes of an engine find; `pool` has a thread for each process."""
+    """Products and norms that the passes of an engine find, and their compilation. pool: a thread
+    for each process that compiles."""
 
     engine: Engine
     device: torch.device

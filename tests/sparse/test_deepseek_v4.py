@@ -217,10 +217,10 @@ def test_the_page_says_which_steps(monkeypatch):
     monkeypatch.setattr(vllm_compat, "gpu_name", lambda: "NVIDIA H200")
     page = " ".join((Path(__file__).parents[2] / "docs" / "sparse.md").read_text().split())
     said = (
-        r"1 to (\d+) real heads of V4 and V4.1, in every kind of layer, in steps of up to (\d+) "
-        r"tokens, and \d+ to (\d+), but up to (\d+) tokens over the window alone"
+        r"up to (\d+) real heads of V4 and V4.1, in steps of up to (\d+) tokens. Over the window "
+        r"alone, steps of more than (\d+) heads have up to (\d+) tokens"
     )
-    few, tokens, many, alone = map(int, re.search(said, page).groups())
+    many, tokens, few, alone = map(int, re.search(said, page).groups())
     for ratio, _ in KINDS["deepseek_v4"]:
         made, last = layer(ratio), tokens if ratio > 1 else alone
         most = []
