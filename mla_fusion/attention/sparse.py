@@ -23,6 +23,8 @@ from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
 from mla_fusion.kernels.inputs import check, check_whole, fits
 
 TILE = 64  # scopes change between tiles, and both kernels' tiles divide this
+# Slots of a token with one scope that are not split: a reduction takes longer than a tile.
+UNSPLIT = 2 * TILE
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,6 +103,8 @@ def sparse_scratch(
     check_whole("num_heads", num_heads)
     decodes = Decodes(num_heads, 1, kv_dtype, 0, len(widths), layout)
     settings = cards.settings(gpu.of(buffers.device_of(device)), decodes)
+    if len(widths) == 1 and widths[0] <= UNSPLIT:
+        settings["kv_granularity"] = UNSPLIT
     if ctas is not None:
         settings["ctas"] = ctas
     plan = PersistentDecodePlan.allocate(

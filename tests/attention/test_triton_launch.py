@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from mla_fusion import attention
-from mla_fusion.attention import cards
+from mla_fusion.attention import cards, sparse
 from mla_fusion.attention import triton as provider
 from mla_fusion.attention.hopper import cards as hopper_cards
 from mla_fusion.attention.hopper import decode as hopper_decode
@@ -89,6 +89,26 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
         launch(plan, batch)
     # Two programs for each row of few tiles, one for two rows of many.
     assert reductions.grids == [(1, 64, 2), (4, 64, 1), (64, 32, 1)]
+
+
+@pytest.mark.parametrize("widths, reduced", [((128,), 0), ((129,), 1), ((64, 64), 1)])
+def test_a_window_alone_is_not_split(monkeypatch, widths, reduced):
+    """So no reduction follows: it would take longer than the second tile."""
+    reductions = Launches(reduce_kernel.mla_reduce.arg_names)
+    monkeypatch.setattr(reduce_kernel, "mla_reduce", reductions)
+    decodes = Launches(decode_kernel.mla_decode_triton.arg_names)
+    monkeypatch.setattr(decode_kernel, "mla_decode_triton", decodes)
+    monkeypatch.setattr(provider, "require", lambda: None)
+    made = sparse.sparse_scratch(
+        max_tokens=1, num_heads=16, widths=widths, q_dtype=BF16, kv_dtype=BF16, device="cpu",
+        ctas=99,
+    )  # fmt: skip
+    made.refresh(1, [None] * len(widths))
+    scopes = [
+        sparse.Scope(torch.empty(3, 64, 576, dtype=BF16), torch.zeros(1, n).int()) for n in widths
+    ]
+    sparse.sparse_mla_decode(torch.empty(1, 16, 576, dtype=BF16), scopes, made, softmax_scale=1.0)
+    assert (len(decodes.grids), len(reductions.grids)) == (1, reduced)
 
 
 def test_the_first_decode_of_a_refreshed_plan_waits_for_it(monkeypatch):

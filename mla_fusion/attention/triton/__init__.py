@@ -69,10 +69,16 @@ def follow(given: Inputs) -> None:
     """The launches behind a decode: the reduction, unless the product merges the splits too, and
     an epilogue."""
     card = product_card(given)
-    if card is None or not card.merges(given):
+    if not is_whole(given) and (card is None or not card.merges(given)):
         merge(given)
     if given.epilogue is not None:
         multiply(given)
+
+
+def is_whole(given: Inputs) -> bool:
+    """Whether no sequence can have splits: one scope, of one block of the plan."""
+    one = given.sparse is not None and given.sparse.first == 0
+    return one and given.block_table.shape[1] <= given.plan.settings.kv_granularity
 
 
 def decode(given: Inputs) -> None:
