@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.projections.plans import PLANS, Plan
+from mla_fusion.projections.plans import MAX_TOKENS, PLANS, Plan
 
 FOLDER = Path(__file__).with_name("gpus")
-DTYPES = torch.bfloat16, torch.float16
 GAIN = 1.05  # least time of cuBLAS over ours, where the shape itself was measured
 ESTIMATED_GAIN = 1.10  # the same, where it goes by the nearest measured shape
 NEAR = math.log(2)  # farthest such shape: N or K differs by this factor, as a logarithm
@@ -102,12 +101,12 @@ def plan_for(
     """The plan of a kernel that was measured faster on this GPU than cuBLAS; None if none was.
 
     sizes: rows N of each weight [N, k] of type `dtype`: fp32, e4m3 in blocks, or that of x. tokens:
-    rows of x, at least 1.
+    rows of x.
 
     The row of the next larger measured number of tokens decides. A shape that was not measured goes
     by the nearest one with as many weights, if both the sum of N and K are within a factor of two:
     ours must be 5 % faster, then 10 %."""
-    if dtype not in (*DTYPES, torch.float32, torch.float8_e4m3fn) or not sizes or tokens < 1:
+    if not 0 < tokens <= MAX_TOKENS:
         return None
     return chosen(gpu.of(device).name, Shape(tuple(sizes), k, 8 * dtype.itemsize), tokens)
 
