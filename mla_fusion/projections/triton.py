@@ -42,7 +42,7 @@ def launches(device: torch.device, of: Product, dtype: torch.dtype) -> list[part
     found: dict[Any, partial[Any]] = {}
     of_weights = {32: torch.float32, 8: torch.float8_e4m3fn}.get(of.bits, dtype)
     for tokens in range(1, MAX_TOKENS + 1):
-        if plan := plan_for(device, of.sizes, of.k, tokens, of_weights):
+        if plan := plan_for(device, of, tokens):
             x = torch.empty((tokens, of.k), dtype=dtype, device="meta")
             weights = [x.new_empty((n, of.k), dtype=of_weights) for n in of.sizes]
             scales = x.float() if of.bits == 8 else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fusion import projections
+from mla_fusion import ops, projections
 from mla_fusion.projections import reference, triton
 
 
@@ -19,9 +19,9 @@ def project(
     the weights' type: bf16 or fp16 as x, or fp32. x may be strided. scales: of one weight in block
     fp8. e8m0: an argument of vLLM's op."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    tokens, k = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    if plan := projections.plan_for(x.device, sizes, k, tokens, weights[0].dtype):
+    of = ops.Product(x.shape[1], sizes, 8 * weights[0].dtype.itemsize)
+    if plan := projections.plan_for(x.device, of, len(x)):
         return triton.launch(plan, x, [*weights], scales)
     if scales is not None:
         op = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm

@@ -133,8 +133,8 @@ def faster(monkeypatch):
     imitate(monkeypatch, "sm_90")
 
     def put(*launches):
-        def plan_for(device, sizes, k, tokens, dtype):
-            return not launches or (k, *sizes) in launches
+        def plan_for(device, of, tokens):
+            return not launches or (of.k, *of.sizes) in launches
 
         monkeypatch.setattr(projections, "plan_for", plan_for)
         monkeypatch.setattr(triton, "launch", lambda _, *given: reference.project(*given))

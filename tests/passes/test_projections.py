@@ -54,9 +54,8 @@ class Table:
     def __init__(self, *faster, tokens=range(1, 17)):
         self.faster, self.tokens, self.ran = faster, tokens, []
 
-    def plan_for(self, device, sizes, k, tokens, dtype):
-        assert dtype.is_floating_point
-        known = not self.faster or (k, *sizes) in self.faster
+    def plan_for(self, device, of, tokens):
+        known = not self.faster or (of.k, *of.sizes) in self.faster
         return "a plan" if known and tokens in self.tokens else None
 
     def launch(self, plan, x, *args):

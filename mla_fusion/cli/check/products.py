@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mla_fusion.config import models
-from mla_fusion.ops import Product
 from mla_fusion.projections import measured, shapes
-from mla_fusion.projections.measured import Shape
 
 
 def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
@@ -17,12 +15,8 @@ def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
     every, said = shapes.shapes_of(model, ranks, wide_router), []
     for name in measured.names():
         found = shapes.faster(name, every)
-        ours = ", ".join(f"{_widths(shape)} ({n})" for shape, n in found.items())
+        ours = ", ".join(f"{shape} ({n})" for shape, n in found.items())
         if ours:
             op = ", in the place of FlashInfer's op" * any(shape.bits == 8 for shape in found)
             said.append(f"  products on an {name} (most tokens): {ours}{op}; all others are vLLM's")
     return said
-
-
-def _widths(shape: Shape) -> str:
-    return str(Product(shape.k, shape.sizes, shape.bits))
