@@ -20,6 +20,7 @@ import torch
 
 from mla_fusion.cli import UserError
 from mla_fusion.measure import records, timing
+from mla_fusion.measure.distances import distance, worst
 from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Call, Ceilings
 from mla_fusion.ops import Product
@@ -172,8 +173,7 @@ def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
             return lambda i: _write(given.x), {}
         call = call_of(plans[name], given)
         got: Any = call(0)
-        pairs = zip(got, exact, strict=True)
-        error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+        error = worst([*map(distance, got, exact)])
         again: Any = call(0)
         same = all(map(torch.equal, got, again))
         return call, {"error": error, "wrong": "" if same else "two launches differ"}
