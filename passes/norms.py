@@ -27,7 +27,7 @@ from torch import fx
 
 from mla_fusion import gpu, ops
 from mla_fusion.passes.fix_functionalization import apart
-from mla_fusion.passes.rewrite import PassResult, call
+from mla_fusion.passes.rewrite import PassResult, call_of_several
 from mla_fusion.patterns.nodes import dtype_of
 from mla_fusion.patterns.norms import Norm, read_norm, source
 from mla_fusion.patterns.products import QKV_A
@@ -129,10 +129,7 @@ def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:
     given = (of, added, [norm.weight for norm in group], [norm.epsilon for norm in group],
              group[0].factor)  # fmt: skip
     with graph.inserting_before(group[0].node):
-        new = call(graph, ops.get(ops.NORM), given, values)
-        results = [
-            call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
-        ]
+        new, results = call_of_several(graph, ops.get(ops.NORM), given, values)
     if not added:
         for norm, made in zip(group, results, strict=True):
             norm.node.replace_all_uses_with(made)

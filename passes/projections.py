@@ -14,7 +14,6 @@ becomes an op of its own, or stays.
 Safe because the op is a function of the same values, for any number of rows: beyond
 `projections.MAX_TOKENS` it computes what was there before."""
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import fx
 
 from mla_fusion import ops, projections
 from mla_fusion.config.eligibility import UNCHOSEN
-from mla_fusion.passes.rewrite import FactsOf, PassResult, call
+from mla_fusion.passes.rewrite import FactsOf, PassResult, call_of_several
 from mla_fusion.patterns.products import Product, input_of, read_product
 from mla_fusion.patterns.site import ATTENTION, functionalized_op
 from mla_fusion.report.reasons import Decline, Declined
@@ -116,10 +115,7 @@ def _rewrite(graph: fx.Graph, launch: Sequence[Product]) -> fx.Node:
     weights = [product.weight for product in launch]
     with graph.inserting_before(min(product.node for product in launch)):
         given = (x, weights) if first.scales is None else (x, weights, first.scales, first.e8m0)
-        new = call(graph, ops.get(ops.PROJECTION), given, values)
-        results = [
-            call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
-        ]
+        new, results = call_of_several(graph, ops.get(ops.PROJECTION), given, values)
     for product, made in zip(launch, results, strict=True):
         product.node.replace_all_uses_with(made)
     return new
