@@ -10,10 +10,8 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +138,7 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilin
     work = inputs(shapes, settings.tokens)
     found = records.table(settings.csv, facts, COLUMNS, work, rows)
     path = settings.csv.with_suffix(".json")
-    write_table(path, table(found, facts))
+    path.write_text(records.text(table(found, facts)))
     print(f"microseconds; ! marks a failed check. Rows: {settings.csv}, of the fastest: {path}")
     return all(row["wrong"] == "" for row in found)
 
@@ -227,11 +225,3 @@ def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
 def _times(row: Row) -> list[float]:
     """Times in four digits."""
     return [float(f"{row[name]:.4g}") for name in TIMES]
-
-
-def write_table(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file, a line for each row."""
-    line = json.dumps(content)
-    for joined, broken in (('[{"', '[\n{"'), ('}, {"', '},\n{"')):
-        line = line.replace(joined, broken)
-    path.write_text(line + "\n")

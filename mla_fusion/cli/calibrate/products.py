@@ -12,6 +12,7 @@ from mla_fusion.cli.bench import projections as bench
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.config import models
+from mla_fusion.measure.records import text
 from mla_fusion.measure.timing import measure_ceilings
 from mla_fusion.projections.measured import shape_of
 from mla_fusion.projections.shapes import shapes_of
@@ -43,6 +44,6 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
     new = {**bench.table(rows, facts), "kernels": measured.kernels()}
     old = measured_here.read(measured_here.PRODUCTS, path, facts["gpu"]).get("shapes", [])
     new["shapes"] = [each for each in old if shape_of(each) not in shapes] + new["shapes"]
-    bench.write_table(path, new)
+    path.write_text(text(new))
     print(f"Rows of products: {path}.")
     return 0

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
@@ -23,6 +22,7 @@ from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.card import TRITON
 from mla_fusion.kernels.dispatch import Plan, Widths
 from mla_fusion.measure import region_cases, timing
+from mla_fusion.measure.records import text
 from mla_fusion.measure.region_cases import Region
 from mla_fusion.runtime import measured, measured_here
 
