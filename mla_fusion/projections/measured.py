@@ -46,13 +46,14 @@ _own: dict[str, dict[Product, list[Row]]] = {}  # by GPU, of `prefer`
 
 def shapes(name: str) -> dict[Product, list[Row]]:
     """The rows of a GPU by shape, fewest tokens first; empty if nothing was measured on it."""
-    return _shipped(name) | _own.get(name, {})
+    return shipped().get(name, {}) | _own.get(name, {})
 
 
 @functools.cache
-def _shipped(name: str) -> dict[Product, list[Row]]:
+def shipped() -> dict[str, dict[Product, list[Row]]]:
+    """The rows of every file of `gpus/`, by GPU."""
     tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
-    return next((parse(table) for table in tables if table["gpu"] == name), {})
+    return {table["gpu"]: parse(table) for table in tables}
 
 
 def shape_of(each: Mapping[str, Any]) -> Product:
@@ -81,16 +82,6 @@ def prefer(name: str, rows: dict[Product, list[Row]]) -> None:
     """Let the rows of these shapes go before the shipped ones of a GPU, in this process."""
     _own[name] = rows
     chosen.cache_clear()
-
-
-def names() -> list[str]:
-    """The GPUs that have shipped rows."""
-    return [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
-
-
-def every() -> list[Product]:
-    """Every shape that was measured on some GPU."""
-    return [*dict.fromkeys(shape for name in names() for shape in shapes(name))]
 
 
 def plan_for(device: torch.device, of: Product, tokens: int) -> Plan | None:

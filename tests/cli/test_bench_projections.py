@@ -48,14 +48,16 @@ def run(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, value)
     imitate(monkeypatch, "sm_90", name="Imagined")
-    [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
+    [cache.cache_clear() for cache in (measured.shipped, measured.chosen)]
 
     def run(*bugs, argv=ARGV):
         wrong[:] = bugs
-        return cli.main([*argv, "--csv", str(tmp_path / "rows.csv")])
+        status = cli.main([*argv, "--csv", str(tmp_path / "rows.csv")])
+        measured.shipped.cache_clear()
+        return status
 
     yield run
-    [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
+    [cache.cache_clear() for cache in (measured.shipped, measured.chosen)]
 
 
 def chosen(tokens, of=Product(64, (48, 16))):  # noqa: B008  it is frozen
@@ -90,7 +92,7 @@ def test_block_fp8_needs_the_op_of_vllm(capsys):
 
 def test_block_fp8_has_rows_of_its_own(run, monkeypatch):
     eight = Product(256, (130,), 8)
-    monkeypatch.setattr(measured, "every", lambda: [eight])
+    monkeypatch.setattr(bench, "measurable", lambda _: [eight])
     argv = [*ARGV[:2], "--tokens", "1", "8", "9"]
     assert run(argv=argv) == 0
     assert chosen(8, eight) == chosen(1, Product(256, (200,), 8)) == "block 16 4"

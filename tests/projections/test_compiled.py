@@ -1,7 +1,6 @@
 """The kernels of products and norms compiled (not run) for Hopper: every shipped plan."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from tests.nightly import daily
 
 SHIPPED = [
     (shape, row)
-    for path in sorted(measured.FOLDER.glob("*.json"))
-    for shape, rows in measured.shapes(json.loads(path.read_bytes())["gpu"]).items()
+    for shapes in measured.shipped().values()
+    for shape, rows in shapes.items()
     for row in rows
 ]
 # One launch of each kernel, one of fp32 weights, and those that need most registers.

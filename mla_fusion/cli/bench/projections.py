@@ -131,7 +131,9 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilin
     asked = Product(settings.k, tuple(settings.sizes))
     if len(asked.sizes) > 2 or max(settings.tokens) > MAX_TOKENS:
         raise UserError(f"--sizes takes one or two, --tokens up to {MAX_TOKENS} each")
-    shapes = [asked] if settings.sizes else measurable(measured.every())
+    shapes = [asked]
+    if not settings.sizes:
+        shapes = measurable([*dict.fromkeys(itertools.chain(*measured.shipped().values()))])
     torch.manual_seed(0)
     compile_all(shapes, settings.tokens)
     rows = functools.partial(measure, rounds=settings.rounds, ceilings=ceilings)

@@ -13,7 +13,7 @@ def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
     block fp8."""
     wide_router = models.facts(str(model.get("model_type"))).wide_router
     every, said = shapes.shapes_of(model, ranks, wide_router), []
-    for name in measured.names():
+    for name in measured.shipped():
         found = shapes.faster(name, every)
         ours = ", ".join(f"{shape} ({n})" for shape, n in found.items())
         if ours:
