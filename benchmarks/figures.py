@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from mla_fusion.cli.calibrate.tables import tables as shapes_of
-from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.measure.decode_peers import TOLERANCE
+from mla_fusion.measure.records import text
 from mla_fusion.runtime.measured import FOLDER, WIDTHS
 from mla_fusion.runtime.measured import PAGE as TOKENS
 from mla_fusion.runtime.sparse_step import FOLDER as SPARSE_FOLDER

@@ -27,7 +27,7 @@ from torch import fx
 
 from mla_fusion import gpu, ops
 from mla_fusion.passes.fix_functionalization import apart
-from mla_fusion.passes.rewrite import PassResult, call
+from mla_fusion.passes.rewrite import PassResult, call_of_several
 from mla_fusion.patterns.nodes import dtype_of
 from mla_fusion.patterns.norms import Norm, read_norm, source
 from mla_fusion.patterns.products import QKV_A
@@ -65,7 +65,7 @@ class MLANormPass:
                 continue
             result.rewritten |= {norm.node.name: new for norm in group}
             result.dead += [norm.node for norm in group]
-        for new in filter(_adds, dict.fromkeys(result.rewritten.values())):
+        for new in dict.fromkeys(result.rewritten.values()):
             _widen(new, result.dead)
         return result
 
@@ -95,14 +95,11 @@ def _begins_early(group: Sequence[Norm]) -> bool:
     return any(called(reader) in (_PRODUCT, QKV_A) for reader in readers)
 
 
-def _adds(launch: fx.Node) -> bool:
-    """True if a launch makes a sum."""
-    return called(launch) == _NORM and bool(launch.args[1])
-
-
 def _widen(launch: fx.Node, dead: Collection[fx.Node]) -> None:
-    """Let a sum that only other launches of the op read be fp32: Inductor rounds none within a
-    graph."""
+    """Let a sum that only other launches of the op read be fp32, if this one makes a sum: Inductor
+    rounds none within a graph."""
+    if called(launch) != _NORM or not launch.args[1]:
+        return
     sums = outputs(launch, len(launch.meta["val"]) - 1)
     readers = [user for node in sums for user in node.users if user not in dead]
     if not readers or any(called(user) != _NORM for user in readers):
@@ -129,10 +126,7 @@ def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:
     given = (of, added, [norm.weight for norm in group], [norm.epsilon for norm in group],
              group[0].factor)  # fmt: skip
     with graph.inserting_before(group[0].node):
-        new = call(graph, ops.get(ops.NORM), given, values)
-        results = [
-            call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
-        ]
+        new, results = call_of_several(graph, ops.get(ops.NORM), given, values)
     if not added:
         for norm, made in zip(group, results, strict=True):
             norm.node.replace_all_uses_with(made)

@@ -14,7 +14,6 @@ becomes an op of its own, or stays.
 Safe because the op is a function of the same values, for any number of rows: beyond
 `projections.MAX_TOKENS` it computes what was there before."""
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -24,23 +23,10 @@ from torch import fx
 
 from mla_fusion import ops, projections
 from mla_fusion.config.eligibility import UNCHOSEN
-from mla_fusion.passes.rewrite import FactsOf, PassResult, call
+from mla_fusion.passes.rewrite import FactsOf, PassResult, call_of_several
 from mla_fusion.patterns.products import Product, input_of, read_product
 from mla_fusion.patterns.site import ATTENTION, functionalized_op
 from mla_fusion.report.reasons import Decline, Declined
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """One or two products of `x`, the one with most columns first, as pairs are measured."""
-
-    x: fx.Node
-    products: tuple[Product, ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Columns of each result."""
-        return tuple(product.size for product in self.products)
 
 
 @dataclass
@@ -60,22 +46,23 @@ class MLAProjectionPass:
                     slower.append(str(products.pop(0)))
                     continue
                 new = _rewrite(graph, launch)
-                result.rewritten |= {product.node.name: new for product in launch.products}
-                result.dead += [product.node for product in launch.products]
-                del products[: len(launch.products)]
+                result.rewritten |= {product.node.name: new for product in launch}
+                result.dead += [product.node for product in launch]
+                del products[: len(launch)]
         widths = ", ".join(dict.fromkeys(slower))
         result.declined += [Decline("product-slower", widths) for _ in slower]
         return result
 
-    def _is_faster(self, launch: _Launch) -> bool:
-        """True if the launch was measured faster for any number of tokens of this graph."""
-        value = launch.x.meta["val"]
+    def _is_faster(self, launch: Sequence[Product]) -> bool:
+        """True if one launch was measured faster for any number of tokens of this graph."""
+        value = launch[0].x.meta["val"]
         (rows, k), (first, last) = value.shape, self.tokens
         served: Iterable[int] = range(first, min(last, projections.MAX_TOKENS) + 1)
         if isinstance(rows, int):
             served = {rows}.intersection(served)
-        shape, dtype = (value.device, launch.sizes, k), launch.products[0].dtype
-        return any(projections.plan_for(*shape, n, dtype) for n in served)
+        sizes = tuple(product.size for product in launch)
+        of = ops.Product(k, sizes, 8 * launch[0].dtype.itemsize)
+        return any(projections.plan_for(value.device, of, n) for n in served)
 
 
 def left_out(graph: fx.Graph, facts_of: FactsOf) -> set[fx.Node]:
@@ -112,27 +99,24 @@ def _by_input(
     yield from found.values()
 
 
-def _launches(products: Sequence[Product]) -> Iterator[_Launch]:
-    """What may compute the first of `products`, all of one input, the better one first."""
+def _launches(products: Sequence[Product]) -> Iterator[list[Product]]:
+    """What one launch may compute, with the first of `products`, which have one input. The better
+    launch comes first, and in it the product with most columns, as pairs are measured."""
     for count in (2, 1) if products[0].scales is None else (1,):
         if len(group := products[:count]) == count and len({each.dtype for each in group}) == 1:
-            ordered = tuple(sorted(group, key=lambda product: product.size, reverse=True))
-            yield _Launch(group[0].x, ordered)
+            yield sorted(group, key=lambda product: product.size, reverse=True)
 
 
-def _rewrite(graph: fx.Graph, launch: _Launch) -> fx.Node:
+def _rewrite(graph: fx.Graph, launch: Sequence[Product]) -> fx.Node:
     """One op in front of its first product; what read the products reads its results."""
-    first = launch.products[0]
+    first = launch[0]
     x = input_of(first.node)  # of a new launch, if one made it
-    values = [product.node.meta["val"] for product in launch.products]
-    weights = [product.weight for product in launch.products]
-    with graph.inserting_before(min(product.node for product in launch.products)):
+    values = [product.node.meta["val"] for product in launch]
+    weights = [product.weight for product in launch]
+    with graph.inserting_before(min(product.node for product in launch)):
         given = (x, weights) if first.scales is None else (x, weights, first.scales, first.e8m0)
-        new = call(graph, ops.get(ops.PROJECTION), given, values)
-        results = [
-            call(graph, operator.getitem, (new, index), value) for index, value in enumerate(values)
-        ]
-    for product, made in zip(launch.products, results, strict=True):
+        new, results = call_of_several(graph, ops.get(ops.PROJECTION), given, values)
+    for product, made in zip(launch, results, strict=True):
         product.node.replace_all_uses_with(made)
     return new
 

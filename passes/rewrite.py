@@ -57,13 +57,19 @@ def functionalized_call(
 ) -> tuple[fx.Node, list[Any]]:
     """`auto_functionalized(op, ...)` at the insertion point, and a getitem for each output: what
     the op returns, of the fake value `returned`, or None; then its mutated arguments."""
-    values = (returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated(op)))
-    node = call(graph, auto_functionalized, (op,), values, **kwargs)
-    outputs = [
+    values = [returned, *(fake_like(kwargs[name].meta["val"]) for name in mutated(op))]
+    return call_of_several(graph, auto_functionalized, (op,), values, **kwargs)
+
+
+def call_of_several(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], values: list[Any], /, **kwargs: Any
+) -> tuple[fx.Node, list[Any]]:
+    """A call at the insertion point, and a getitem for each of its fake results, None for None."""
+    node = call(graph, target, args, values, **kwargs)
+    return node, [
         None if value is None else call(graph, operator.getitem, (node, index), value)
         for index, value in enumerate(values)
     ]
-    return node, outputs
 
 
 def fake_like(value: torch.Tensor) -> torch.Tensor:

@@ -230,3 +230,17 @@ def test_an_engine_that_died_leaves_nothing_to_the_report_of_the_next(make, capl
     compiled()
     second.compile_or_warm_up_model()
     assert "decode range (1, 4): 2 of 2 MLA layers fused;" in caplog.text
+
+
+def test_a_request_arrives_at_the_latest_when_all_others_have_ended():
+    """An engine in processes of its own waits for ever for what a step without a request makes."""
+    running, ended = [], []
+
+    def step():
+        ended.append(running.pop())
+        return []
+
+    busy, add = (lambda: bool(running)), (lambda name, *_: running.append(name))
+    engine = SimpleNamespace(has_unfinished_requests=busy, add_request=add, step=step)
+    assert len([*child.steps(engine, [(0, [1]), (9, [2]), (4, [3])], 1)]) == 3
+    assert ended == ["0", "2", "1"]

@@ -1,6 +1,7 @@
 """A step repeats the launches of another layer or step, with the addresses of its own tensors."""
 
 import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -188,6 +189,24 @@ def test_what_moved_is_launched_with_its_address(change, launched):
     assert before != want == found == again
     assert repeated == (2 if change == "torch multiplies" else 8)
     assert (at_once == 8) == (change in (*MOVED, "another layer"))
+
+
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: SimpleNamespace(base=x)])
+def test_a_launch_with_part_of_a_tensor_is_not_kept(given):
+    """It would stay the earlier layer's part; a tensor between its rows is another one."""
+    x = torch.zeros(4, 8)
+    whole, part, last, beside = x[:, :4], x[1:, :4], x[3:, 3:], x[:, 4:]
+    at = launches.places(whole, None, beside[:2])
+
+    def keep(tensor):
+        launch = functools.partial(print, 1, launches._without_memory(given(tensor)))
+        launches.Kept().keep("key", at, [launch])
+
+    for tensor in (whole, beside, torch.zeros(4)):
+        keep(tensor)
+    for tensor in (part, last):
+        with pytest.raises(RuntimeError, match="bytes within a tensor of"):
+            keep(tensor)
 
 
 def test_tensors_at_one_address_may_part(launched):

@@ -6,6 +6,7 @@ import figures
 import pytest
 
 from mla_fusion.cli.calibrate import tables as convert
+from mla_fusion.measure import records
 from mla_fusion.runtime import measured
 
 
@@ -17,7 +18,7 @@ def test_the_shipped_files_are_what_the_rows_say(folder, shipped):
     """Or, of a GPU whose rows are kept nowhere else, as the tool writes them."""
     for path in folder.iterdir():
         written, held = path.read_text(), json.loads(path.read_bytes())
-        assert written == shipped.get(path.name, convert.text(held))
+        assert written == shipped.get(path.name, records.text(held))
         assert measured.read(path, held["gpu"]) and path.name == measured.file_name(held["gpu"])
 
 
@@ -43,7 +44,7 @@ def test_rows_of_all_widths_of_w_uv_decide_against_each_peer(tmp_path):
         for values, ours in (("256", "0.7"), ("128", "0.5"))
         for name in ("ours", "flashmla", "triton_mla")
     ]
-    (tmp_path / "G.json").write_text(convert.text(convert.tables(rows)["G.json"]))
+    (tmp_path / "G.json").write_text(records.text(convert.tables(rows)["G.json"]))
     found = measured.read(tmp_path / "G.json", "G")
     assert {shape: [row[4] for row in rows] for shape, rows in found.items()} == {
         ("float8_e4m3fn", 8, 1, backend): [0.5, 0.7] for backend in ("FLASHMLA", "TRITON_MLA")

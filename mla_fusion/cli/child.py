@@ -330,7 +330,9 @@ def steps(engine: Any, prompts: Prompts, new_tokens: int, **sampling: Any) -> It
     params = SamplingParams(max_tokens=new_tokens, **greedy, **sampling)
     waiting, step = dict(enumerate(prompts)), 0
     # The engine first: data-parallel engines ask each other, and all must take part.
-    while engine.has_unfinished_requests() or waiting:
+    while (busy := engine.has_unfinished_requests()) or waiting:
+        if not busy:  # a step without a request may wait for ever
+            step = max(step, min(arrival for arrival, _ in waiting.values()))
         for index in [index for index, (arrival, _) in waiting.items() if arrival <= step]:
             _, prompt = waiting.pop(index)
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)

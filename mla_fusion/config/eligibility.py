@@ -175,7 +175,8 @@ def facts(
         decline = Decline(UNCHOSEN, f"layers={layers}")
     planner, no_plan = attention if attention in PLANNED else planner, None
     if decline is None and planner:
-        no_plan = _why_no_plan(layer, planner, query, cache, query_len)
+        why = _no_plan(layer, planner, query, cache, query_len)
+        no_plan = Decline(f"{planner}-attention", why) if why else None
     if attention in PLANNED:
         decline = decline or no_plan
     if vllm_compat.is_batch_invariant():  # no graph changes, with the plugin or without
@@ -223,13 +224,6 @@ def _decline(
         return Decline("kv-cache-dtype", f"{layer.kv_cache_dtype} cache, {activation} activations")
     widths = Widths(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank)
     return card.why_not(widths, cache, gpu.of(layer._k_scale.device))
-
-
-def _why_no_plan(
-    layer: Any, planner: str, query: torch.dtype, cache: torch.dtype, query_len: int
-) -> Decline | None:
-    why = _no_plan(layer, planner, query, cache, query_len)
-    return Decline(f"{planner}-attention", why) if why else None
 
 
 def _no_plan(

@@ -34,6 +34,13 @@ def compile_apart(launches: Sequence[Callable[[], Any]], device: torch.device) -
     return f"status {done.returncode}: {said}" if done.returncode else ""
 
 
+def on_meta(value: Any) -> Any:
+    """A tensor's type, shape and strides; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
 class Target:
     """Triton's driver of a GPU that no kernel runs on."""
 

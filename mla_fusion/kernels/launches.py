@@ -8,6 +8,7 @@ captures, all layers make the same launches, each with addresses of its own.
 
 import copy
 import functools
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,12 @@ def _without_memory(value: Any) -> Any:
     return value
 
 
+def _address(value: Any) -> int:
+    """The address that an argument is or holds; 0 for any other."""
+    held = getattr(value, "base", value)
+    return held if isinstance(held, _Address) else 0
+
+
 def _moved(value: Any, to: dict[int, int]) -> Any:
     """The argument with the new address of each tensor. to: old address -> new address."""
     if isinstance(value, _Address):
@@ -91,7 +98,8 @@ class Kept:
 
     `alike` is shared by the layers of one plan. A call whose tensors differ from an earlier layer's
     by nothing but addresses makes that layer's launches with its own. So a launch must have the
-    tensors of a call as they are: the address of a part of one would remain the earlier layer's.
+    tensors of a call as they are: the address of a part of one would remain the earlier layer's,
+    and `keep` refuses it.
     """
 
     def __init__(self, alike: dict[Hashable, Any] | None = None) -> None:
@@ -118,9 +126,20 @@ class Kept:
     def keep(
         self, key: Hashable, at: tuple[Any, ...], launches: Sequence[functools.partial[Any]]
     ) -> None:
-        """Keep launches that were made, if there are any."""
+        """Keep launches that were made, if there are any. Raises RuntimeError for one that has an
+        address within a tensor of the call, in place of its own."""
         if launches:
             kind, addresses = _kind(key, at)
+            held = {_address(each) for launch in launches for each in launch.args}
+            for address, (start, dtype, shape, stride) in itertools.product(
+                held.difference(addresses), filter(None, at)
+            ):
+                last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+                if start < address <= start + last * dtype.itemsize:
+                    raise RuntimeError(
+                        f"a launch has an address {address - start} bytes within a tensor of "
+                        f"{[*shape]}, which no other layer could replace: give it that tensor"
+                    )
             if len(self._alike) == MOST_ALIKE:
                 self._alike.clear()  # sizes that do not return
             self._alike[kind] = addresses, launches

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -32,6 +32,23 @@ class Outcome:
 def different_bytes(got: torch.Tensor, want: torch.Tensor) -> int:
     """Number of bytes that differ; a NaN equals a NaN of the same bits."""
     return int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
+
+
+def compared(
+    case: str, results: Sequence[torch.Tensor], again: Sequence[torch.Tensor],
+    exact: Iterable[torch.Tensor], limits: Iterable[torch.Tensor],
+) -> Outcome:  # fmt: skip
+    """Results of a call, and of the same call again, beside the exact ones. error: the largest
+    distance of an element over its limit; NaN and infinity must be where the exact ones are."""
+    notes, off = [], []
+    for got, want, limit in zip(results, exact, limits, strict=True):
+        other = ~want.isfinite()
+        if not torch.allclose(got[other].double(), want[other], equal_nan=True):
+            notes.append("another NaN or infinity than float64's")
+        off.append(float(((got.double() - want).abs() / limit).masked_fill(other, 0).max()))
+    if any(map(different_bytes, results, again)):
+        notes.append("two launches differ")
+    return Outcome(case, worst(off), 1.0, "; ".join(notes))
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,6 +1,7 @@
 """The rows of a measurement in a CSV file, each behind the GPU, versions and command it is of."""
 
 import csv
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +68,14 @@ def table(
             file.flush()
             torch.cuda.empty_cache()
     return rows
+
+
+def text(table: Mapping[str, Any]) -> str:
+    """A JSON file of measurements: a line for each row."""
+    line = json.dumps(table)
+    for joined, broken in ("[[", "[\n["), ("], [", "],\n["), ("}, {", "},\n{"):
+        line = line.replace(joined, broken)
+    return line + "\n"
 
 
 def medians(rows: Iterable[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], dict[str, float]]:

@@ -23,21 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.projections.plans import PLANS, Plan
+from mla_fusion.ops import Product
+from mla_fusion.projections.plans import MAX_TOKENS, PLANS, Plan
 
 FOLDER = Path(__file__).with_name("gpus")
-DTYPES = torch.bfloat16, torch.float16
 GAIN = 1.05  # least time of cuBLAS over ours, where the shape itself was measured
 ESTIMATED_GAIN = 1.10  # the same, where it goes by the nearest measured shape
 NEAR = math.log(2)  # farthest such shape: N or K differs by this factor, as a logarithm
-
-
-class Shape(NamedTuple):
-    """One launch: columns of its results, and K. bits: see `ops.Product`."""
-
-    sizes: tuple[int, ...]
-    k: int
-    bits: int = 16
 
 
 class Row(NamedTuple):
@@ -49,25 +41,31 @@ class Row(NamedTuple):
     cublas: float
 
 
-_own: dict[str, dict[Shape, list[Row]]] = {}  # by GPU, of `prefer`
+_own: dict[str, dict[Product, list[Row]]] = {}  # by GPU, of `prefer`
 
 
-def shapes(name: str) -> dict[Shape, list[Row]]:
+def shapes(name: str) -> dict[Product, list[Row]]:
     """The rows of a GPU by shape, fewest tokens first; empty if nothing was measured on it."""
-    return _shipped(name) | _own.get(name, {})
+    return shipped().get(name, {}) | _own.get(name, {})
 
 
 @functools.cache
-def _shipped(name: str) -> dict[Shape, list[Row]]:
+def shipped() -> dict[str, dict[Product, list[Row]]]:
+    """The rows of every file of `gpus/`, by GPU."""
     tables: list[Any] = [json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))]
-    return next((parse(table) for table in tables if table["gpu"] == name), {})
+    return {table["gpu"]: parse(table) for table in tables}
 
 
-def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
+def shape_of(each: Mapping[str, Any]) -> Product:
+    """The shape of one of a file's "shapes"."""
+    return Product(each["k"], tuple(each["sizes"]), each.get("bits", 16))
+
+
+def parse(table: Mapping[str, Any]) -> dict[Product, list[Row]]:
     """The rows of a file's content. Raises ValueError if it has another form."""
     try:
         found = {
-            Shape(tuple(each["sizes"]), each["k"], each.get("bits", 16)): [
+            shape_of(each): [
                 Row(row["tokens"], Plan(*row["plan"]), row["ours"][1], row["torch"][1])
                 for row in each["rows"]
             ]
@@ -80,40 +78,24 @@ def parse(table: Mapping[str, Any]) -> dict[Shape, list[Row]]:
     return found
 
 
-def prefer(name: str, rows: dict[Shape, list[Row]]) -> None:
+def prefer(name: str, rows: dict[Product, list[Row]]) -> None:
     """Let the rows of these shapes go before the shipped ones of a GPU, in this process."""
     _own[name] = rows
     chosen.cache_clear()
 
 
-def names() -> list[str]:
-    """The GPUs that have shipped rows."""
-    return [json.loads(path.read_bytes())["gpu"] for path in sorted(FOLDER.glob("*.json"))]
-
-
-def every() -> list[Shape]:
-    """Every shape that was measured on some GPU."""
-    return [*dict.fromkeys(shape for name in names() for shape in shapes(name))]
-
-
-def plan_for(
-    device: torch.device, sizes: tuple[int, ...], k: int, tokens: int, dtype: torch.dtype
-) -> Plan | None:
-    """The plan of a kernel that was measured faster on this GPU than cuBLAS; None if none was.
-
-    sizes: rows N of each weight [N, k] of type `dtype`: fp32, e4m3 in blocks, or that of x. tokens:
-    rows of x, at least 1.
+def plan_for(device: torch.device, of: Product, tokens: int) -> Plan | None:
+    """The plan of a kernel that was measured faster on this GPU than cuBLAS, for `tokens` rows of
+    the input; None if none was.
 
     The row of the next larger measured number of tokens decides. A shape that was not measured goes
     by the nearest one with as many weights, if both the sum of N and K are within a factor of two:
     ours must be 5 % faster, then 10 %."""
-    if dtype not in (*DTYPES, torch.float32, torch.float8_e4m3fn) or not sizes or tokens < 1:
-        return None
-    return chosen(gpu.of(device).name, Shape(tuple(sizes), k, 8 * dtype.itemsize), tokens)
+    return chosen(gpu.of(device).name, of, tokens) if 0 < tokens <= MAX_TOKENS else None
 
 
 @functools.lru_cache(maxsize=4096)
-def chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
+def chosen(name: str, shape: Product, tokens: int) -> Plan | None:
     """`plan_for` on a GPU of this name."""
     rows = shapes(name)
     nearest = shape if shape in rows else _nearest(rows, shape)
@@ -126,10 +108,10 @@ def chosen(name: str, shape: Shape, tokens: int) -> Plan | None:
     return row.plan if row.plan.fits(shape.k, tokens, shape.bits) else None
 
 
-def _nearest(rows: dict[Shape, list[Row]], shape: Shape) -> Shape | None:
+def _nearest(rows: dict[Product, list[Row]], shape: Product) -> Product | None:
     """The measured shape with the least distance of the logarithms of N and K."""
 
-    def apart(other: Shape) -> tuple[float, float]:
+    def apart(other: Product) -> tuple[float, float]:
         columns = math.log(sum(other.sizes) / sum(shape.sizes))
         return abs(columns), abs(math.log(other.k / shape.k))
 

@@ -12,7 +12,7 @@ from mla_fusion.projections.plans import GROUP
 def project(
     x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """See `mla_fusion.projections.project`; for any number of rows, on any device."""
+    """See `mla_fusion.projections.triton.launch`; for any number of rows, on any device."""
     if scales is not None:
         return [y.to(x.dtype) for y in in_float64(x, weights, scales)]
     return [torch.mm(x.to(weight.dtype), weight.t()) for weight in weights]

@@ -18,7 +18,14 @@ from mla_fusion.projections.plans import GROUP, MAX_TOKENS, Plan, tile_of
 def launch(
     plan: Plan, x: torch.Tensor, weights: list[torch.Tensor], scales: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """See `mla_fusion.projections.project`; nothing is checked."""
+    """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
+    the weights' type, bf16 or fp16 as x, summed in fp32 and rounded once; or fp32.
+
+    With `scales`, fp32 [N / 128, K / 128] rounded up, the one weight is e4m3 and x bf16, of which
+    each 128 elements are rounded to e4m3 with a scale of their own first. The result is bf16.
+
+    T is 1 to 16, with `scales` 1 to 8. Rows of x and of the weights may be strided, their elements
+    not. Nothing is checked: pass 7 reads types and layouts of the weights."""
     from mla_fusion.projections import kernel
 
     typed = weights[0] if scales is None else x
@@ -31,11 +38,11 @@ def launch(
 
 
 def launches(device: torch.device, of: Product, dtype: torch.dtype) -> list[partial[Any]]:
-    """A launch of meta tensors for each variant that `projections.project` has on `device`."""
+    """A launch of meta tensors for each variant that has a plan on `device`."""
     found: dict[Any, partial[Any]] = {}
     of_weights = {32: torch.float32, 8: torch.float8_e4m3fn}.get(of.bits, dtype)
     for tokens in range(1, MAX_TOKENS + 1):
-        if plan := plan_for(device, of.sizes, of.k, tokens, of_weights):
+        if plan := plan_for(device, of, tokens):
             x = torch.empty((tokens, of.k), dtype=dtype, device="meta")
             weights = [x.new_empty((n, of.k), dtype=of_weights) for n in of.sizes]
             scales = x.float() if of.bits == 8 else None

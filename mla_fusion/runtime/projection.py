@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_fusion import projections
-from mla_fusion.projections import reference
+from mla_fusion import ops, projections
+from mla_fusion.projections import reference, triton
 
 
 def project(
@@ -19,11 +19,10 @@ def project(
     the weights' type: bf16 or fp16 as x, or fp32. x may be strided. scales: of one weight in block
     fp8. e8m0: an argument of vLLM's op."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    tokens, k = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    few = 0 < tokens <= projections.MAX_TOKENS
-    if few and projections.plan_for(x.device, sizes, k, tokens, weights[0].dtype):
-        return projections.project(x, [*weights], scales)
+    of = ops.Product(x.shape[1], sizes, 8 * weights[0].dtype.itemsize)
+    if plan := projections.plan_for(x.device, of, len(x)):
+        return triton.launch(plan, x, [*weights], scales)
     if scales is not None:
         op = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
         return [op(x.contiguous(), weights[0], scales, projections.GROUP, e8m0)]
@@ -37,8 +36,6 @@ def normalize(
     """See `mla_fusion.projections.triton.normalize`; for any number of tokens, on any device."""
     if not xs[0].is_cuda:
         return reference.normalize(xs, weights, epsilons, added, factor, wide)
-    from mla_fusion.projections import triton
-
     return triton.normalize(xs, weights, epsilons, added, factor, wide)
 
 

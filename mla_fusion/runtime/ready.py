@@ -14,7 +14,7 @@ import torch
 from mla_fusion import attention, gpu, logger, report, runtime
 from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import dispatch, triton
-from mla_fusion.kernels.ahead import compile_apart
+from mla_fusion.kernels.ahead import compile_apart, on_meta
 from mla_fusion.ops import Norm, Product
 from mla_fusion.projections import triton as projections
 from mla_fusion.runtime import layer_state
@@ -87,15 +87,16 @@ class _Found:
                 given = vars(plan.plan.settings) | {"device": "meta"}
                 cache, of = self.cache(layer), (layer.impl.scale, layer.v_head_dim)
                 yield partial(
-                    _warm_up, given, plan.out.dtype, cache, *of, _meta(weight), kinds[:-1]
+                    _warm_up, given, plan.out.dtype, cache, *of, on_meta(weight), kinds[:-1]
                 )
 
     def region(self, variant: Any) -> Iterator[partial[Any]]:
         if self.engine.options.provider == "triton":
             yield from (partial(dispatch.prefer, *each) for each in dispatch.own.items())
             for batch in runtime.batches(self.engine.layers, [variant], self.cache):
-                on_meta = partial(batch.func, **{n: _meta(x) for n, x in batch.keywords.items()})
-                yield partial(triton.warmup, on_meta, self.engine.bucket, print)
+                given = {name: on_meta(x) for name, x in batch.keywords.items()}
+                made = partial(batch.func, **given)
+                yield partial(triton.warmup, made, self.engine.bucket, print)
 
     def products(self, of: Product) -> list[partial[Any]]:
         return projections.launches(self.device, of, self.engine.activation)
@@ -122,10 +123,3 @@ def _warm_up(
     layer = SimpleNamespace(impl=impl, v_head_dim=values, _q_scale=one, _k_scale=one)
     plan = attention.PersistentDecodePlan.allocate(**settings)
     StepPlan(plan, out, Choice()).warm_up(cache, layer, weight, kinds)
-
-
-def _meta(value: Any) -> Any:
-    """A tensor's type, shape and strides; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

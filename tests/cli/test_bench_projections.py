@@ -9,6 +9,7 @@ from mla_fusion import cli, projections
 from mla_fusion.cli.bench import command
 from mla_fusion.cli.bench import projections as bench
 from mla_fusion.measure import records, timing
+from mla_fusion.ops import Product
 from mla_fusion.projections import measured, reference
 from tests.gpus import imitate
 
@@ -47,18 +48,20 @@ def run(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, value)
     imitate(monkeypatch, "sm_90", name="Imagined")
-    [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
+    [cache.cache_clear() for cache in (measured.shipped, measured.chosen)]
 
     def run(*bugs, argv=ARGV):
         wrong[:] = bugs
-        return cli.main([*argv, "--csv", str(tmp_path / "rows.csv")])
+        status = cli.main([*argv, "--csv", str(tmp_path / "rows.csv")])
+        measured.shipped.cache_clear()
+        return status
 
     yield run
-    [cache.cache_clear() for cache in (measured._shipped, measured.chosen)]
+    [cache.cache_clear() for cache in (measured.shipped, measured.chosen)]
 
 
-def chosen(tokens, sizes=(48, 16), k=64, dtype=torch.bfloat16):
-    plan = projections.plan_for(torch.device("cuda"), sizes, k, tokens, dtype)
+def chosen(tokens, of=Product(64, (48, 16))):  # noqa: B008  it is frozen
+    plan = projections.plan_for(torch.device("cuda"), of, tokens)
     return plan and bench.name_of(plan)
 
 
@@ -83,17 +86,17 @@ def test_a_wrong_plan_is_marked_and_never_chosen(run, capsys):
 
 def test_block_fp8_needs_the_op_of_vllm(capsys):
     bench._has_peer.cache_clear()
-    shapes = [measured.Shape((130,), 256, bits) for bits in (32, 16, 8)]
+    shapes = [Product(256, (130,), bits) for bits in (32, 16, 8)]
     assert bench.measurable(shapes) == shapes[:2] and "left out" in capsys.readouterr().out
 
 
 def test_block_fp8_has_rows_of_its_own(run, monkeypatch):
-    monkeypatch.setattr(measured, "every", lambda: [measured.Shape((130,), 256, 8)])
+    eight = Product(256, (130,), 8)
+    monkeypatch.setattr(bench, "measurable", lambda _: [eight])
     argv = [*ARGV[:2], "--tokens", "1", "8", "9"]
     assert run(argv=argv) == 0
-    eight = (130,), 256, torch.float8_e4m3fn
-    assert chosen(8, *eight) == chosen(1, (200,), *eight[1:]) == "block 16 4"
-    assert chosen(9, *eight) is chosen(8, *eight[:2]) is None
+    assert chosen(8, eight) == chosen(1, Product(256, (200,), 8)) == "block 16 4"
+    assert chosen(9, eight) is chosen(8, Product(256, (130,))) is None
     assert run("block 16 4", argv=argv) == 1
 
 

@@ -15,8 +15,8 @@ from mla_fusion.cli.selftest.kernels import Row
 from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import tables_folder
 from mla_fusion.measure import records, timing
+from mla_fusion.ops import Product
 from mla_fusion.projections import measured
-from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.shapes import shapes_of
 from mla_fusion.runtime import measured_here
 from mla_fusion.runtime.measured_here import PRODUCTS
@@ -24,7 +24,7 @@ from tests.cli.test_check import CONFIGS
 from tests.gpus import imitate
 
 GPU = "NVIDIA H20"
-PLAN, BLOCK, FP8 = bench.PLANS[4], bench.PLANS[-1], torch.float8_e4m3fn
+PLAN, BLOCK = bench.PLANS[4], bench.PLANS[-1]
 
 
 def sizes(name, ranks=1):
@@ -88,26 +88,26 @@ def calibrate(monkeypatch, tmp_path):
     measured.chosen.cache_clear()
 
 
-def plan(sizes, k, dtype=torch.bfloat16):
+def plan(sizes, k, bits=16):
     """As a fresh process finds it."""
     measured_here.load.cache_clear()
     measured_here.load(PRODUCTS, GPU)
-    return projections.plan_for(torch.device("cuda"), sizes, k, 4, dtype)
+    return projections.plan_for(torch.device("cuda"), Product(k, sizes, bits), 4)
 
 
 def test_plans_go_by_the_file(calibrate):
     """A second model joins the first, and a shape that is measured again replaces itself."""
-    assert plan((3072,), 1536, FP8) is None
+    assert plan((3072,), 1536, 8) is None
     assert calibrate() == 0 and calibrate(name="deepseek-v2-lite.json", ranks=1) == 0
-    assert (plan((3072,), 1536, FP8), plan((3072, 576), 2048)) == (BLOCK, PLAN)
+    assert (plan((3072,), 1536, 8), plan((3072, 576), 2048)) == (BLOCK, PLAN)
     assert calibrate(ours=9.9) == 0  # too little to gain
-    assert plan((3072,), 1536, FP8) is None and plan((3072, 576), 2048) == PLAN
+    assert plan((3072,), 1536, 8) is None and plan((3072, 576), 2048) == PLAN
 
 
 def test_a_router_in_fp32_is_a_shape_of_its_own(calibrate):
     calibrate(name="glm-4.7-flash.json", ranks=1)
     plan((3072,), 1536)
-    assert [s for s in measured.shapes(GPU) if s.sizes == (64,)] == [Shape((64,), 2048, 32)]
+    assert [s for s in measured.shapes(GPU) if s.sizes == (64,)] == [Product(2048, (64,), 32)]
 
 
 @pytest.mark.parametrize("bad", [{"wrong": "error 1.0"}, {"verdict": "a case: error 3"}])
@@ -128,11 +128,11 @@ def test_ranks_that_do_not_divide_the_heads(calibrate):
 def test_a_file_of_other_kernels_or_damaged_is_ignored(calibrate, caplog, old, new):
     calibrate()
     [path] = tables_folder().iterdir()
-    assert plan((3072,), 1536, FP8) == BLOCK
+    assert plan((3072,), 1536, 8) == BLOCK
     measured._own.clear()
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     measured.chosen.cache_clear()
-    assert plan((3072,), 1536, FP8) is None
+    assert plan((3072,), 1536, 8) is None
     assert "is ignored" in caplog.text and "calibrate again" in caplog.text

@@ -13,10 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import KernelInterface, driver
 
-from mla_fusion import projections
 from mla_fusion.kernels import ahead
 from mla_fusion.ops import Product
 from mla_fusion.projections import triton as provider
+from mla_fusion.runtime import projection
 from tests.attention.decodes import BF16
 from tests.gpus import imitate
 
@@ -49,7 +49,7 @@ def test_the_parent_finds_what_a_process_compiled(tmp_path, monkeypatch):
     started = lambda kernel, grid: partial(kernel.warmup, grid=grid)  # noqa: E731
     monkeypatch.setattr(KernelInterface, "__getitem__", started)
     x, weight = torch.zeros(1, 2048, dtype=BF16), torch.zeros(576, 2048, dtype=BF16)
-    projections.project(x, [weight])
+    projection.project(x, [weight])
     assert {*tmp_path.glob("*/*")} == found
 
 

@@ -20,7 +20,7 @@ from mla_fusion.passes.norms import MLANormPass
 from mla_fusion.passes.projections import MLAProjectionPass
 from mla_fusion.passes.rewrite import drop_dead
 from mla_fusion.patterns.products import QKV_A
-from mla_fusion.projections import reference
+from mla_fusion.projections import reference, triton
 from mla_fusion.report.reasons import Decline
 from tests.gpus import imitate
 from tests.passes import declare, edits, recorded
@@ -133,11 +133,11 @@ def faster(monkeypatch):
     imitate(monkeypatch, "sm_90")
 
     def put(*launches):
-        def plan_for(device, sizes, k, tokens, dtype):
-            return not launches or (k, *sizes) in launches
+        def plan_for(device, of, tokens):
+            return not launches or (of.k, *of.sizes) in launches
 
         monkeypatch.setattr(projections, "plan_for", plan_for)
-        monkeypatch.setattr(projections, "project", reference.project)
+        monkeypatch.setattr(triton, "launch", lambda _, *given: reference.project(*given))
 
     return put
 

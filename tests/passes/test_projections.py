@@ -16,7 +16,7 @@ from mla_fusion.passes.projections import MLAProjectionPass, described
 from mla_fusion.passes.rewrite import PassResult
 from mla_fusion.patterns.probe import CASTS
 from mla_fusion.patterns.products import BLOCK_FP8
-from mla_fusion.projections import reference
+from mla_fusion.projections import reference, triton
 from mla_fusion.report import RangeReport
 from tests.passes import declare, edits, graphs, recorded
 from tests.passes.graphs import find, find_all, printed
@@ -54,12 +54,11 @@ class Table:
     def __init__(self, *faster, tokens=range(1, 17)):
         self.faster, self.tokens, self.ran = faster, tokens, []
 
-    def plan_for(self, device, sizes, k, tokens, dtype):
-        assert dtype.is_floating_point and 0 < tokens <= projections.MAX_TOKENS
-        known = not self.faster or (k, *sizes) in self.faster
+    def plan_for(self, device, of, tokens):
+        known = not self.faster or (of.k, *of.sizes) in self.faster
         return "a plan" if known and tokens in self.tokens else None
 
-    def project(self, x, *args):
+    def launch(self, plan, x, *args):
         self.ran.append(len(x))
         return reference.project(x, *args)
 
@@ -71,7 +70,7 @@ def table(monkeypatch):
     def put(*faster, **options):
         made = Table(*faster, **options)
         monkeypatch.setattr(projections, "plan_for", made.plan_for)
-        monkeypatch.setattr(projections, "project", made.project)
+        monkeypatch.setattr(triton, "launch", made.launch)
         return made
 
     return put
@@ -321,7 +320,7 @@ def test_a_product_in_block_fp8(table, monkeypatch):
 
     def double(x, weight, scales, *more):
         calls.append((len(x), *more))
-        return known.project(x, [weight], scales)[0]
+        return known.launch("a plan", x, [weight], scales)[0]
 
     find(before, BLOCK_FP8).target = double
     monkeypatch.setattr(torch.ops.vllm, BLOCK_FP8.removeprefix("vllm::"), double)

@@ -26,6 +26,7 @@ BUGS = {
     "last of K": lambda plan, x, w: launch(plan, x[:, :-1], [a[:, :-1] for a in w]),
     "rows": lambda plan, x, w: launch(plan, x.flip(1).contiguous(), w),
     "no NaN": lambda plan, *given: [y.nan_to_num() for y in launch(plan, *given)],
+    "NaN": lambda plan, *given: [y.where(~y.isfinite(), torch.nan) for y in launch(plan, *given)],
 }
 
 
@@ -70,6 +71,7 @@ NORM_BUGS = {
     "no factor": lambda xs, w, e, r, factor, wide: normalize(xs, w, e, r, 1.0, wide),
     "epsilons": lambda xs, w, e, *more: normalize(xs, w, e[::-1], *more),
     "rows": lambda *given: [y.roll(1, 0) for y in normalize(*given)],
+    "NaN": lambda *given: [y.where(~y.isfinite(), torch.nan) for y in normalize(*given)],
     "a rounded sum": lambda *given: [y.to(given[0][0].dtype).to(y.dtype)
                                      for y in normalize(*given)],
 }  # fmt: skip

@@ -1,15 +1,14 @@
 """The kernels of products and norms compiled (not run) for Hopper: every shipped plan."""
 
 import itertools
-import json
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from mla_fusion.ops import Product
 from mla_fusion.projections import kernel, measured
-from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.plans import Plan, tile_of
 from mla_fusion.projections.triton import launch_arguments, normalize
 from tests.attention.without_memory import meta
@@ -19,12 +18,15 @@ from tests.nightly import daily
 
 SHIPPED = [
     (shape, row)
-    for path in sorted(measured.FOLDER.glob("*.json"))
-    for shape, rows in measured.shapes(json.loads(path.read_bytes())["gpu"]).items()
+    for shapes in measured.shipped().values()
+    for shape, rows in shapes.items()
     for row in rows
 ]
 # One launch of each kernel, one of fp32 weights, and those that need most registers.
-KEPT = ((3072, 576), 2048, 16), ((2048,), 5120, 16), ((64,), 2048, 32), ((2112,), 7168, 8)
+KEPT = [
+    Product(*each)
+    for each in ((2048, (3072, 576)), (5120, (2048,)), (2048, (64,), 32), (7168, (2112,), 8))
+]
 FEW = [each for each in SHIPPED if each[1].tokens in (1, 16) and each[0] in KEPT]
 
 
@@ -63,7 +65,7 @@ def test_weights_are_under_way_before_the_wait(case):
 
 @pytest.mark.parametrize("tokens", [(2, 7, 8), (9, 15, 16)])
 def test_neither_tokens_nor_the_row_of_x_is_a_variant(tokens):
-    shape = Shape((1024,), 2048)
+    shape = Product(2048, (1024,))
     given = [arguments(Plan("matrix", 16, 4), shape, n, row)
              for n, row in itertools.product(tokens, (2048, 2112, 3072 + 8))]  # fmt: skip
     assert is_one_variant("sm_90", kernel.matrix, [((), each) for each in given])

@@ -1,18 +1,20 @@
-"""Which product has a kernel of ours, and what `project` refuses."""
+"""Which product has a kernel of ours."""
 
+import dataclasses
+import functools
 import json
 
 import pytest
 import torch
 
 from mla_fusion import projections
+from mla_fusion.ops import Product
 from mla_fusion.projections import measured, reference, shapes
-from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.plans import PLANS, Plan
 from tests.gpus import imitate
 
 BF16 = torch.bfloat16
-ROW, PAIR = ((1024,), 2048), ((1024, 512), 2048)
+ROW, PAIR = Product(2048, (1024,)), Product(2048, (1024, 512))
 TIMES = {1: (4.0, 6.0), 4: (5.0, 6.0), 16: (6.0, 6.2)}  # ours, cuBLAS
 PLAN_OF = {1: (8, 4), 4: (16, 4), 16: (8, 8)}
 WHERE = torch.device("cuda:0")
@@ -20,24 +22,23 @@ WHERE = torch.device("cuda:0")
 
 @pytest.fixture
 def plan_for(monkeypatch, tmp_path):
-    """plan_for(sizes, k, tokens) on a GPU for which a table was written."""
+    """plan_for(of, tokens) on a GPU for which a table was written."""
     rows = [
         {"tokens": n, "plan": ["matrix", *PLAN_OF[n]], "ours": [0, ours, 9], "torch": [0, of, 9]}
         for n, (ours, of) in TIMES.items()
     ]
-    shapes = [dict(zip(("sizes", "k"), shape, strict=True), rows=rows)
-              for shape in (ROW, PAIR)]  # fmt: skip
+    shapes = [{"k": of.k, "sizes": of.sizes, "rows": rows} for of in (ROW, PAIR)]
     (tmp_path / "a.json").write_text(json.dumps({"gpu": "Imagined", "shapes": shapes}))
     monkeypatch.setattr(measured, "FOLDER", tmp_path)
     imitate(monkeypatch, "sm_90", name="Imagined")
-    caches = measured._shipped, measured.chosen
+    caches = measured.shipped, measured.chosen
     [cache.cache_clear() for cache in caches]
-    yield lambda sizes, k, tokens: projections.plan_for(WHERE, sizes, k, tokens, BF16)
+    yield functools.partial(projections.plan_for, WHERE)
     [cache.cache_clear() for cache in caches]
 
 
 def test_the_next_larger_measured_number_of_tokens_decides(plan_for):
-    chosen = {tokens: plan_for(*ROW, tokens) for tokens in range(1, 18)}
+    chosen = {tokens: plan_for(ROW, tokens) for tokens in range(1, 18)}
     assert chosen[1] == Plan("matrix", 8, 4)
     assert {chosen[n] for n in (2, 3, 4)} == {Plan("matrix", 16, 4)}
     assert {chosen[n] for n in range(5, 18)} == {None}  # 3 % faster at 16; nothing above
@@ -51,73 +52,36 @@ def test_the_next_larger_measured_number_of_tokens_decides(plan_for):
 def test_a_shape_that_was_not_measured_goes_by_one_within_a_factor_of_two(
     plan_for, sizes, k, known
 ):
-    assert (plan_for(sizes, k, 1) is not None) == known
+    assert (plan_for(Product(k, sizes), 1) is not None) == known
 
 
 def test_what_was_not_measured_must_promise_more(plan_for, monkeypatch):
-    assert plan_for((1000,), 2048, 4)
+    assert plan_for(other := Product(2048, (1000,)), 4)
     measured.chosen.cache_clear()
     monkeypatch.setattr(measured, "ESTIMATED_GAIN", 1.21)
-    assert plan_for((1024,), 2048, 4) and not plan_for((1000,), 2048, 4)
+    assert plan_for(ROW, 4) and not plan_for(other, 4)
 
 
 def test_nothing_is_known_of_another_gpu_or_type(plan_for, monkeypatch):
-    given = WHERE, *ROW, 1
-    assert projections.plan_for(*given, torch.float16)
-    assert projections.plan_for(*given, torch.float32) is None  # another shape
-    assert projections.plan_for(*given, torch.float64) is None
+    assert plan_for(ROW, 1) and plan_for(dataclasses.replace(ROW, bits=32), 1) is None
     imitate(monkeypatch, "sm_90", name="Another")
-    assert projections.plan_for(*given, BF16) is None
+    assert plan_for(ROW, 1) is None
 
 
 def test_two_products_of_one_launch_are_not_named_apart(plan_for):
-    found = [Shape(*PAIR), Shape(*ROW), Shape((512,), 2048), Shape((4000,), 2048)]
-    assert shapes.faster("Imagined", found) == {Shape(*PAIR): 4}
-    assert shapes.faster("Imagined", found[1:]) == {Shape(*ROW): 4, Shape((512,), 2048): 4}
+    found = [PAIR, ROW, Product(2048, (512,)), Product(2048, (4000,))]
+    assert shapes.faster("Imagined", found) == {PAIR: 4}
+    assert shapes.faster("Imagined", found[1:]) == {ROW: 4, Product(2048, (512,)): 4}
 
 
 def test_shipped_rows():
     """Each is legal: its plan serves its tokens, and is one of those that are measured."""
-    tables = [json.loads(path.read_bytes()) for path in measured.FOLDER.glob("*.json")]
-    assert tables
-    for table in tables:
-        for shape, rows in measured.shapes(table["gpu"]).items():
+    assert measured.shipped()
+    for gpu in measured.shipped():
+        for shape, rows in measured.shapes(gpu).items():
             assert [row.tokens for row in rows] == sorted({row.tokens for row in rows})
             for row in rows:
                 assert row.plan in PLANS and row.plan.fits(shape.k, row.tokens, shape.bits)
-
-
-def given(**other):
-    made = {"x": torch.ones(3, 64, dtype=BF16), "weights": [torch.ones(8, 64, dtype=BF16)]}
-    return made | other
-
-
-X, WIDE = torch.ones(3, 64, dtype=BF16), torch.ones(3, 128, dtype=BF16)
-EIGHT = WIDE.to(torch.float8_e4m3fn)
-REFUSED = {
-    "one or two tensors, got 3": given(weights=[X] * 3),
-    "x must be bf16 or fp16": given(x=X.float()),
-    "T of 1 to 16, got [17, 64]": given(x=X[:1].expand(17, 64)),
-    "weights[1] must be [N, 64]": given(weights=[X, X[:, :32]]),
-    "x must have dense rows": given(x=torch.ones(64, 3, dtype=BF16).t()),
-    "weights[0] must be torch.bfloat16": given(weights=[X.half()]),
-    "weights[1] must be torch.bfloat16": given(weights=[X, X.float()]),
-    "spans 2^31 elements": given(weights=[torch.empty(2**25, 64, dtype=BF16, device="meta")]),
-    "no kernel was measured faster": given(),
-    "scales must be dense, [1, 1.0]": given(x=WIDE, weights=[EIGHT], scales=torch.ones(2, 1)),
-    "of one weight": given(x=WIDE, weights=[EIGHT] * 2, scales=torch.ones(1, 1)),
-    "weights[0] must be torch.float8_e4m3fn": given(
-        x=WIDE, weights=[WIDE], scales=torch.ones(1, 1)
-    ),
-    "x must be torch.bfloat16": given(x=WIDE.half(), weights=[EIGHT], scales=torch.ones(1, 1)),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_refused(why):
-    with pytest.raises(ValueError) as error:
-        projections.project(**REFUSED[why])
-    assert why in str(error.value)
 
 
 def test_reference_against_float64():

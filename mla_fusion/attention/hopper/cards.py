@@ -207,11 +207,6 @@ def _of_decode(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
     return {**BLOCKS, "ctas": ctas, "overhead": overhead}
 
 
-def _of_sparse_fp8(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
-    """Two CTAs of up to 16 heads over one scope of entries with scales in them share an SM."""
-    return {"ctas": 2 * here.sms, **BLOCKS, "overhead": DS_MLA_OVERHEAD}
-
-
 def _of_sparse_specialized(here: gpu.Gpu, of: Decodes) -> dict[str, int]:
     plan = _blocks_at_once(here, of, min(of.heads, WARP_SPECIALIZED_ROWS), pairs=True)
     return plan if of.layout and of.layout.behind else plan | {"overhead": DS_MLA_OVERHEAD}
@@ -222,7 +217,8 @@ CARDS = (
     Card(
         "hopper.sparse_fp8", gpu.HOPPER, sparse_fp8,
         lambda of: (of.layout, of.scopes) == (FP8_DS_MLA, 1) and of.heads <= SPARSE_FP8_ROWS,
-        _of_sparse_fp8, rounds=False,
+        # Two CTAs of up to 16 heads over one scope of entries with scales in them share an SM.
+        lambda here, _: {"ctas": 2 * here.sms, **BLOCKS, "overhead": DS_MLA_OVERHEAD}, rounds=False,
     ),
     Card("hopper.sparse_specialized", gpu.HOPPER, sparse_specialized,
          lambda of: of.layout is not None, _of_sparse_specialized),

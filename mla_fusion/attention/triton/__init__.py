@@ -8,7 +8,6 @@ from mla_fusion import gpu
 from mla_fusion.attention import cards
 from mla_fusion.attention.card import Card, Decodes
 from mla_fusion.attention.plan.buffers import PlanBuffers
-from mla_fusion.attention.plan.epilogue import Epilogue
 from mla_fusion.attention.plan.inputs import Inputs
 from mla_fusion.kernels.arithmetic import FP8_DTYPES
 from mla_fusion.kernels.triton import refuse_fp8 as refuse_fp8
@@ -118,14 +117,9 @@ def multiply(given: Inputs) -> None:
     target = product.view(-1, heads, values).transpose(0, 1)
     torch.bmm(latents.transpose(0, 1), epilogue.w_uv, out=target)
     if epilogue.scale is not None:
-        quantize(product, epilogue)
+        from mla_fusion.attention.triton import quantize_kernel
 
-
-def quantize(product: torch.Tensor, epilogue: Epilogue) -> None:
-    """The quantization of a dense product [T, H * V]."""
-    from mla_fusion.attention.triton import quantize_kernel
-
-    quantize_kernel.launch_of(product, epilogue).start()
+        quantize_kernel.launch_of(product, epilogue).start()
 
 
 def warm_up_batches(plan: PlanBuffers, values: int | None) -> list[int]:

@@ -6,23 +6,23 @@ under way before it ends. So a plain kernel that writes the input stands in fron
 its own time is taken off."""
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_fusion.cli import UserError
 from mla_fusion.measure import records, timing
+from mla_fusion.measure.distances import distance, worst
 from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Call, Ceilings
+from mla_fusion.ops import Product
 from mla_fusion.projections import measured, reference
-from mla_fusion.projections.measured import Shape
 from mla_fusion.projections.plans import GROUP, MAX_TOKENS, PLANS, Plan, tile_of
 from mla_fusion.projections.triton import launch
 
@@ -40,23 +40,23 @@ class Inputs(NamedTuple):
     """A product with the weights of several layers, each with scales in block fp8. x: rows further
     apart than K, as slices are, but for vLLM's op."""
 
-    shape: Shape
+    shape: Product
     x: torch.Tensor
     weights: list[tuple[Any, ...]]
 
 
-def make_inputs(shape: Shape, tokens: int, weights: list[tuple[Any, ...]]) -> Inputs:
+def make_inputs(shape: Product, tokens: int, weights: list[tuple[Any, ...]]) -> Inputs:
     """Random rows of x."""
     return Inputs(shape, _random(tokens, shape.k + 64 * (shape.bits > 8))[:, : shape.k], weights)
 
 
-def make_weights(shape: Shape) -> list[tuple[Any, ...]]:
+def make_weights(shape: Product) -> list[tuple[Any, ...]]:
     """Weights of `DISTINCT` bytes in all, and of 4 layers at least."""
     count = max(4, -(-DISTINCT // (shape.bits // 8 * shape.k * sum(shape.sizes))))
     return [_weights(shape) for _ in range(count)]
 
 
-def _weights(shape: Shape) -> tuple[Any, ...]:
+def _weights(shape: Product) -> tuple[Any, ...]:
     if shape.bits == 8:
         blocks = (-(-n // GROUP) for n in (*shape.sizes, shape.k))
         scales = (_random(*blocks).float().abs() + 0.5) / 100 / shape.k**0.5
@@ -75,7 +75,7 @@ def _peer(x: torch.Tensor, weights: list[torch.Tensor], *scales: Any) -> list[to
     return [gemm(x, *weights, *scales, GROUP, False)]
 
 
-def measurable(shapes: Sequence[Shape]) -> list[Shape]:
+def measurable(shapes: Sequence[Product]) -> list[Product]:
     """The shapes, without those in block fp8 where vLLM has no such op."""
     return [shape for shape in shapes if shape.bits > 8 or _has_peer()]
 
@@ -96,7 +96,7 @@ def _random(*size: int) -> torch.Tensor:
     return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
 
-def inputs(shapes: Iterable[Shape], counts: Sequence[int]) -> Iterator[Inputs]:
+def inputs(shapes: Iterable[Product], counts: Sequence[int]) -> Iterator[Inputs]:
     """The calls of some shapes, each with these numbers of tokens."""
     for shape in shapes:
         weights = make_weights(shape)
@@ -104,7 +104,7 @@ def inputs(shapes: Iterable[Shape], counts: Sequence[int]) -> Iterator[Inputs]:
             yield make_inputs(shape, tokens, weights)
 
 
-def candidates(shape: Shape, tokens: int) -> dict[str, Plan | None]:
+def candidates(shape: Product, tokens: int) -> dict[str, Plan | None]:
     """The plans that fit by name, and `TORCH`, which has none."""
     fit = [plan for plan in PLANS if plan.fits(shape.k, tokens, shape.bits)]
     return {name_of(plan): plan for plan in fit} | {TORCH: None}
@@ -128,26 +128,29 @@ def _write(x: torch.Tensor) -> torch.Tensor:
 def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilings) -> bool:
     """Measure products; whether ours were all right. The fastest plans go beside the CSV file, in
     the form of `projections/gpus`."""
-    asked = Shape(tuple(settings.sizes), settings.k)
+    asked = Product(settings.k, tuple(settings.sizes))
     if len(asked.sizes) > 2 or max(settings.tokens) > MAX_TOKENS:
         raise UserError(f"--sizes takes one or two, --tokens up to {MAX_TOKENS} each")
-    shapes = [asked] if settings.sizes else measurable(measured.every())
+    shapes = [asked]
+    if not settings.sizes:
+        shapes = measurable([*dict.fromkeys(itertools.chain(*measured.shipped().values()))])
     torch.manual_seed(0)
     compile_all(shapes, settings.tokens)
     rows = functools.partial(measure, rounds=settings.rounds, ceilings=ceilings)
     work = inputs(shapes, settings.tokens)
     found = records.table(settings.csv, facts, COLUMNS, work, rows)
     path = settings.csv.with_suffix(".json")
-    write_table(path, table(found, facts))
+    path.write_text(records.text(table(found, facts)))
     print(f"microseconds; ! marks a failed check. Rows: {settings.csv}, of the fastest: {path}")
     return all(row["wrong"] == "" for row in found)
 
 
-def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
+def compile_all(shapes: Sequence[Product], tokens: Sequence[int]) -> None:
     """Compile every variant, several at once."""
     works: dict[Any, Callable[[], object]] = {}
     for shape, n in itertools.product(shapes, tokens):
-        small = shape._replace(sizes=tuple(min(size, 32 + size % 32) for size in shape.sizes))
+        sizes = tuple(min(size, 32 + size % 32) for size in shape.sizes)
+        small = dataclasses.replace(shape, sizes=sizes)
         given = make_inputs(small, n, make_weights(small)[:1])
         for name, plan in candidates(shape, n).items():
             if plan is not None:
@@ -160,7 +163,8 @@ def compile_all(shapes: Sequence[Shape], tokens: Sequence[int]) -> None:
 
 def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
     """The rows of one shape and number of tokens, and a line."""
-    (sizes, k, bits), tokens = given.shape, len(given.x)
+    k, sizes, bits = dataclasses.astuple(given.shape)
+    tokens = len(given.x)
     plans = candidates(given.shape, tokens)
     exact = reference.in_float64(given.x, *given.weights[0])
 
@@ -169,8 +173,7 @@ def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:
             return lambda i: _write(given.x), {}
         call = call_of(plans[name], given)
         got: Any = call(0)
-        pairs = zip(got, exact, strict=True)
-        error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+        error = worst([*map(distance, got, exact)])
         again: Any = call(0)
         same = all(map(torch.equal, got, again))
         return call, {"error": error, "wrong": "" if same else "two launches differ"}
@@ -224,11 +227,3 @@ def table(rows: Sequence[Row], facts: Mapping[str, str]) -> dict[str, Any]:
 def _times(row: Row) -> list[float]:
     """Times in four digits."""
     return [float(f"{row[name]:.4g}") for name in TIMES]
-
-
-def write_table(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file, a line for each row."""
-    line = json.dumps(content)
-    for joined, broken in (('[{"', '[\n{"'), ('}, {"', '},\n{"')):
-        line = line.replace(joined, broken)
-    path.write_text(line + "\n")

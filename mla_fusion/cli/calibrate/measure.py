@@ -24,14 +24,14 @@ from mla_fusion.attention import cards
 from mla_fusion.cli import UserError, make_folder
 from mla_fusion.cli.bench import decode
 from mla_fusion.cli.calibrate import products, region
-from mla_fusion.cli.calibrate.tables import tables, text
+from mla_fusion.cli.calibrate.tables import tables
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import decodes, run_checks
 from mla_fusion.config import identity, vllm_compat
 from mla_fusion.files import read_bounded
 from mla_fusion.measure import decode_peers as peers
 from mla_fusion.measure.decode_peers import Case
-from mla_fusion.measure.records import environment
+from mla_fusion.measure.records import environment, text
 from mla_fusion.runtime import measured
 
 CONTEXTS = 1024, 8192, 65536

@@ -5,7 +5,6 @@ import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,8 +12,9 @@ from mla_fusion.cli.bench import projections as bench
 from mla_fusion.cli.check import model_config
 from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.config import models
+from mla_fusion.measure.records import text
 from mla_fusion.measure.timing import measure_ceilings
-from mla_fusion.projections.measured import Shape
+from mla_fusion.projections.measured import shape_of
 from mla_fusion.projections.shapes import shapes_of
 from mla_fusion.runtime import measured, measured_here
 
@@ -43,11 +43,7 @@ def calibrate(arguments: argparse.Namespace, facts: Mapping[str, str], folder: P
         return 1
     new = {**bench.table(rows, facts), "kernels": measured.kernels()}
     old = measured_here.read(measured_here.PRODUCTS, path, facts["gpu"]).get("shapes", [])
-    new["shapes"] = [each for each in old if _shape(each) not in shapes] + new["shapes"]
-    bench.write_table(path, new)
+    new["shapes"] = [each for each in old if shape_of(each) not in shapes] + new["shapes"]
+    path.write_text(text(new))
     print(f"Rows of products: {path}.")
     return 0
-
-
-def _shape(of: Mapping[str, Any]) -> Shape:
-    return Shape(tuple(of["sizes"]), of["k"], of.get("bits", 16))

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.cli.calibrate.tables import text
 from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
-from mla_fusion.kernels.ahead import compile_apart
+from mla_fusion.kernels.ahead import compile_apart, on_meta
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.card import TRITON
 from mla_fusion.kernels.dispatch import Plan, Widths
+from mla_fusion.kernels.inputs import Inputs
 from mla_fusion.measure import region_cases, timing
+from mla_fusion.measure.records import text
 from mla_fusion.measure.region_cases import Region
 from mla_fusion.runtime import measured, measured_here
 
@@ -141,12 +142,7 @@ def compile_all(regions: Sequence[Region], plans: Sequence[Iterable[Plan]]) -> N
 def works_of(region: Region, plans: Iterable[Plan]) -> list[functools.partial[Any]]:
     """A launch for each plan. Its tensors are on the meta device, in the shapes of a region's first
     layer."""
-    given = region.calls[0]
-    meta: dict[str, Any] = {
-        name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        for name, x in given._asdict().items() if isinstance(x, torch.Tensor)
-    }  # fmt: skip
-    inputs = given._replace(**meta)
+    inputs = Inputs(*map(on_meta, region.calls[0]))
     return [functools.partial(provider.fused_mla_decode_prep, inputs, plan) for plan in plans]
 
 

@@ -1,6 +1,5 @@
 """Rows of `mla-fusion bench decode` as the files that `attention=auto` reads."""
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,11 +42,3 @@ def _row(step: tuple[int, ...], pair: Iterable[Mapping[str, Any]]) -> measured.R
     """Both times of a step, in four digits."""
     times = [float(f"{float(timed[name]):.4g}") for timed in pair for name in TIMES]
     return measured.Row._make([*step, *times])
-
-
-def text(table: Mapping[str, Any]) -> str:
-    """A file: a line for each row."""
-    line = json.dumps(table)
-    for joined, broken in ("[[", "[\n["), ("], [", "],\n["), ("}, {", "},\n{"):
-        line = line.replace(joined, broken)
-    return line + "\n"

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mla_fusion.config import models
-from mla_fusion.ops import Product
 from mla_fusion.projections import measured, shapes
-from mla_fusion.projections.measured import Shape
 
 
 def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
@@ -15,14 +13,10 @@ def ask(model: Mapping[str, Any], ranks: int) -> list[str]:
     block fp8."""
     wide_router = models.facts(str(model.get("model_type"))).wide_router
     every, said = shapes.shapes_of(model, ranks, wide_router), []
-    for name in measured.names():
+    for name in measured.shipped():
         found = shapes.faster(name, every)
-        ours = ", ".join(f"{_widths(shape)} ({n})" for shape, n in found.items())
+        ours = ", ".join(f"{shape} ({n})" for shape, n in found.items())
         if ours:
             op = ", in the place of FlashInfer's op" * any(shape.bits == 8 for shape in found)
             said.append(f"  products on an {name} (most tokens): {ours}{op}; all others are vLLM's")
     return said
-
-
-def _widths(shape: Shape) -> str:
-    return str(Product(shape.k, shape.sizes, shape.bits))

@@ -2,13 +2,13 @@
 which each must wait for the one in front."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from mla_fusion import gpu
-from mla_fusion.measure.outcome import CannotRun, Outcome, different_bytes
+from mla_fusion.measure.outcome import CannotRun, Outcome, compared, different_bytes
 from mla_fusion.measure.timing import capture_calls
 from mla_fusion.projections import reference
 from mla_fusion.projections.plans import GROUP, MAX_TOKENS, PLANS, Plan
@@ -80,41 +80,33 @@ def check(plan: Plan, thorough: bool, device: str) -> Iterator[Outcome]:
 
 
 def against(plan: Plan, case: Case, device: str) -> Outcome:
-    """One call against float64. error: the largest distance of an element over what fp32 sums in
-    some order and one rounding give."""
+    """One call, twice, against float64, within what fp32 sums in some order and one rounding
+    give."""
     given = build(case, device)
     results, again = launch(plan, *given), launch(plan, *given)
-    notes, worst = [], 0.0
-    exact, limits = reference.in_float64(*given), bounds(*given)
-    for got, want, limit in zip(results, exact, limits, strict=True):
-        other = ~want.isfinite()
-        if not torch.allclose(got[other].double(), want[other], equal_nan=True):
-            notes.append("another NaN or infinity than float64's")
-        off = (got.double() - want).abs() / limit
-        worst = max(worst, float(off.masked_fill(other, 0).max()))
-    if any(map(different_bytes, results, again)):
-        notes.append("two launches differ")
     name = f"{plan.kernel} {plan.block_n} {plan.num_warps}: {case}"
-    return Outcome(name, worst, 1.0, "; ".join(notes))
+    return compared(name, results, again, reference.in_float64(*given), bounds(*given))
 
 
 def build(case: Case, device: str) -> tuple[Any, ...]:
-    """Arguments of `project`. Rows of x and of the weights lie between NaN, which nobody reads."""
+    """Arguments of `launch` behind the plan."""
     torch.manual_seed(case.k + case.tokens)
-
-    def rows(n: int, dtype: torch.dtype) -> torch.Tensor:
-        wide = torch.full((n, case.k + 11 + 5 * (not case.odd)), NAN, dtype=dtype)
-        wide[:, 8 : 8 + case.k] = torch.randn(n, case.k)
-        return wide.to(device)[:, 8 : 8 + case.k]
-
-    x, of_weights = rows(case.tokens, case.dtype), torch.float32 if case.bits == 32 else case.dtype
-    weights = [rows(n, of_weights) for n in case.sizes]
+    of_weights = torch.float32 if case.bits == 32 else case.dtype
+    x = rows(case.tokens, case.k, case.dtype, case.odd, device)
+    weights = [rows(n, case.k, of_weights, case.odd, device) for n in case.sizes]
     if case.hostile:
         x[-1, 3], weights[0][5, 2] = INFINITY, NAN
         weights[0][7, 3] = 0.0
         if case.tokens > 1:
             x[0, case.k - 1] = NAN
     return (x, weights) if case.bits > 8 else (x, *block_fp8(weights))
+
+
+def rows(n: int, k: int, dtype: torch.dtype, odd: bool, device: str) -> torch.Tensor:
+    """Random rows between NaN, which nobody reads; odd: as `Case` has it."""
+    wide = torch.full((n, k + 11 + 5 * (not odd)), NAN, dtype=dtype)
+    wide[:, 8 : 8 + k] = torch.randn(n, k)
+    return wide.to(device)[:, 8 : 8 + k]
 
 
 def block_fp8(weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -142,28 +134,33 @@ def bounds(
 
 
 def chained(plan: Plan, tokens: int) -> Iterator[Outcome]:
-    """A graph in which each launch reads the result of the one in front, replayed with other inputs
-    in place, against the same launches one by one."""
+    """Launches of which each reads the result of the one in front."""
     k = 1024
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     made = ([torch.randn(k, k, **options) / k**0.5] for _ in range(CHAIN))
     weights = [block_fp8(each) if plan.kernel == "block" else (each,) for each in made]
-    x, results = torch.zeros(tokens, k, **options), [torch.zeros(tokens, k, **options)]
+    x = torch.zeros(tokens, k, **options)
 
-    def chain(_: int, between: Any = lambda: None) -> torch.Tensor:
+    def chain(between: Callable[[], object]) -> torch.Tensor:
         y = x
         for weight in weights:
             [y] = launch(plan, y, *weight)
             between()
-        results[0] = y
         return y
 
-    graph = capture_calls(chain, 1)
-    captured = results[0]
+    yield replayed(f"{CHAIN} launches in a row, {tokens} tokens", chain, x, REPLAYS)
+
+
+def replayed(
+    name: str, chain: Callable[[Callable[[], object]], torch.Tensor], x: torch.Tensor, count: int
+) -> Outcome:
+    """A graph of what `chain` launches, replayed with other values of its input x, against the same
+    launches one by one: what `chain` is given, it calls behind each."""
+    captured: list[torch.Tensor] = []
+    graph = capture_calls(lambda _: captured.append(chain(lambda: None)), 1)
     wrong = 0
-    for _ in range(REPLAYS):
+    for _ in range(count):
         x.normal_()
         graph.replay()
-        got = captured.clone()
-        wrong += different_bytes(got, chain(0, torch.cuda.synchronize))
-    yield Outcome(f"{CHAIN} launches in a row, {tokens} tokens", wrong, 0)
+        wrong += different_bytes(captured[-1].clone(), chain(torch.cuda.synchronize))
+    return Outcome(name, wrong, 0)
