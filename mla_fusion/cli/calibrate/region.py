@@ -1,7 +1,6 @@
-"""Measures the launch plans of the fused region, for a rank of a model or all shipped shapes.
-
-For each number of tokens a first round measures tile shapes, a second one varies the rest of the
-best plan. A plan whose output does not agree with the reference is never chosen."""
+"""Measures the launch plans of the fused region: for each number of tokens a first round measures
+tile shapes, a second one varies the rest of the best plan. A plan whose output does not agree with
+the reference is never chosen."""
 
 import dataclasses
 import functools
