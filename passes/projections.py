@@ -6,10 +6,9 @@
     after    x, [w_q, w_kv] ─► projection
                                 [0] q, [1] kv
 
-Each product of an activation with a weight is looked at, wherever it is: o_proj, those of a dense
-MLP and of a router too, also in block fp8 by vLLM's op that takes the input in bf16. Two products
-of one input that follow each other become one op if that was measured for their sizes; else each
-becomes an op of its own, or stays.
+Each product of an activation with a weight is looked at (`patterns.products`), wherever it is:
+o_proj, those of a dense MLP and of a router too. Two products of one input that follow each other
+become one op if that was measured for their sizes; else each becomes an op of its own, or stays.
 
 Safe because the op is a function of the same values, for any number of rows: beyond
 `projections.MAX_TOKENS` it computes what was there before."""

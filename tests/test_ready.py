@@ -37,7 +37,7 @@ NAME, SEQUENCES, PAGE = "model.layers.0.attn", 64, 64
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
 PREP = Widths(NOPE, ROPE, LATENT)
 # Of DeepSeek-V2-Lite, and a router of GLM-4.7-Flash.
-PRODUCTS = [Product(2048, (3072, 576)), Product(2048, (2048,)), Product(2048, (64,), True)]
+PRODUCTS = [Product(2048, (3072, 576)), Product(2048, (2048,)), Product(2048, (64,), 32)]
 NORMS = [
     Norm((2048,), 3), Norm((2048,)), Norm((2048,), 2, kept=True), Norm((2048,), 3, one=True),
     Norm((1536, 512)),

@@ -3,16 +3,20 @@ neighbour on the GPU meets all of them."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from mla_fusion.kernels.ahead import compile_apart
+
 T = TypeVar("T")
 C = TypeVar("C")
 Call = Callable[[int], object]
 TIMES = ["p20_us", "p50_us", "p80_us"]
+PROCESSES = 8  # that compile at a time
 # A peer that is not here, or that this vLLM calls otherwise.
 UNAVAILABLE = ImportError, RuntimeError, AttributeError, ValueError, TypeError
 say_once = functools.cache(functools.partial(print, flush=True))
@@ -28,6 +32,16 @@ class Ceilings:
     def floor_us(self, moved: int, flops: int) -> float:
         """The least time of its bytes and its operations on this GPU, in microseconds."""
         return max(moved / self.gbps / 1e3, flops / self.tflops / 1e6)
+
+
+def compile_all(launches: Sequence[Callable[[], object]]) -> None:
+    """Compile what these launch of meta tensors, several at once, in processes of their own. What
+    fails there is compiled when it is timed."""
+    compile_some = functools.partial(compile_apart, device=torch.device("cuda"))
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for said in pool.map(compile_some, (launches[n::PROCESSES] for n in range(PROCESSES))):
+            if said:
+                print(said)
 
 
 def capture_calls(call: Call, count: int) -> torch.cuda.CUDAGraph:

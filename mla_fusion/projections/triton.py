@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.triton import early_launch
 from mla_fusion.ops import Norm, Product
-from mla_fusion.projections.measured import plan_for
 from mla_fusion.projections.plans import GROUP, MAX_TOKENS, Plan, tile_of
 
 
@@ -37,15 +36,17 @@ def launch(
     return outputs
 
 
-def launches(device: torch.device, of: Product, dtype: torch.dtype) -> list[partial[Any]]:
-    """A launch of meta tensors for each variant that has a plan on `device`."""
+def launches(
+    of: Product, dtype: torch.dtype, plans: Callable[[int], Iterable[Plan | None]]
+) -> list[partial[Any]]:
+    """A launch of meta tensors for each variant of the `plans` for some number of tokens."""
     found: dict[Any, partial[Any]] = {}
     of_weights = {32: torch.float32, 8: torch.float8_e4m3fn}.get(of.bits, dtype)
     for tokens in range(1, MAX_TOKENS + 1):
-        if plan := plan_for(device, of, tokens):
-            x = torch.empty((tokens, of.k), dtype=dtype, device="meta")
-            weights = [x.new_empty((n, of.k), dtype=of_weights) for n in of.sizes]
-            scales = x.float() if of.bits == 8 else None
+        x = torch.empty((tokens, of.k), dtype=dtype, device="meta")
+        weights = [x.new_empty((n, of.k), dtype=of_weights) for n in of.sizes]
+        scales = x.float() if of.bits == 8 else None
+        for plan in filter(None, plans(tokens)):
             found.setdefault((plan, tile_of(tokens)), partial(launch, plan, x, weights, scales))
     return [*found.values()]
 

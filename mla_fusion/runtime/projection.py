@@ -15,9 +15,8 @@ def project(
     x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor | None = None,
     e8m0: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """x [T, K] times the transpose of each of one or two weights [N, K]: dense tensors [T, N] of
-    the weights' type: bf16 or fp16 as x, or fp32. x may be strided. scales: of one weight in block
-    fp8. e8m0: an argument of vLLM's op."""
+    """See `mla_fusion.projections.triton.launch`; for any number of tokens, on any device, and x of
+    any strides. e8m0: an argument of vLLM's op."""
     x = x if x.stride(1) == 1 else x.contiguous()
     sizes = tuple(weight.shape[0] for weight in weights)
     of = ops.Product(x.shape[1], sizes, 8 * weights[0].dtype.itemsize)

@@ -16,6 +16,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.kernels import dispatch, triton
 from mla_fusion.kernels.ahead import compile_apart, on_meta
 from mla_fusion.ops import Norm, Product
+from mla_fusion.projections import plan_for
 from mla_fusion.projections import triton as projections
 from mla_fusion.runtime import layer_state
 from mla_fusion.runtime.decode_choice import Choice
@@ -99,7 +100,8 @@ class _Found:
                 yield partial(triton.warmup, made, self.engine.bucket, print)
 
     def products(self, of: Product) -> list[partial[Any]]:
-        return projections.launches(self.device, of, self.engine.activation)
+        plans = lambda tokens: [plan_for(self.device, of, tokens)]  # noqa: E731
+        return projections.launches(of, self.engine.activation, plans)
 
     def norm(self, of: Norm) -> list[partial[Any]]:
         return [projections.norm_launch(of, self.engine.activation)]

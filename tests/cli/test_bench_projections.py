@@ -42,6 +42,7 @@ def run(monkeypatch, tmp_path):
         (bench, "launch", launch),
         (bench, "_peer", reference.project),
         (bench, "_has_peer", lambda: True),
+        (timing, "compile_all", lambda _: None),
         (timing, "capture_calls", lambda call, count: [call(i) for i in range(count)]),
         (timing, "interleave", interleave),
         (measured, "FOLDER", tmp_path),

@@ -19,7 +19,7 @@ from mla_fusion.config import vllm_compat
 from mla_fusion.config.identity import tables_folder
 from mla_fusion.kernels import ahead, dispatch
 from mla_fusion.kernels.dispatch import Plan, Widths
-from mla_fusion.measure import region_cases
+from mla_fusion.measure import region_cases, timing
 from mla_fusion.measure.region_cases import DEEPSEEK
 from mla_fusion.runtime.measured_here import REGION, load
 from tests.gpus import described, imitate
@@ -36,7 +36,8 @@ def calibrate(monkeypatch, tmp_path):
     imitate(monkeypatch, "sm_90", name=GPU)
     monkeypatch.setattr(region_cases, "make_weights", lambda *_: [])
     monkeypatch.setattr(region_cases, "make_region", lambda case, _: SimpleNamespace(case=case))
-    monkeypatch.setattr(region, "compile_all", lambda *_: None)
+    monkeypatch.setattr(region, "works_of", lambda *_: [])
+    monkeypatch.setattr(timing, "compile_all", lambda _: None)
     monkeypatch.setattr(dispatch, "own", {})
     tables_folder().mkdir(parents=True)
 
@@ -112,12 +113,12 @@ def test_a_file_of_other_kernels_or_damaged_is_ignored(calibrate, caplog, old, n
 def test_a_launch_finds_what_was_compiled_for_it(tmp_path, monkeypatch):
     imitate(monkeypatch, "sm_90", sms=132, name=GPU)
     monkeypatch.setattr(driver, "_active", ahead.Target(GPUTarget("cuda", 90, 32)))
-    monkeypatch.setattr(region, "PROCESSES", 1)
+    monkeypatch.setattr(timing, "PROCESSES", 1)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = region_cases.timed(8, 16, True)
     made = region_cases.Region(case, [region_cases.build(case)], torch.zeros(1))
     one = dataclasses.replace(Plan(), rest_last=True)
-    region.compile_all([made], [[one]])
+    timing.compile_all(region.works_of(made, [one]))
     found = {*tmp_path.glob("*/*")}
     assert "mla_prep.cubin" in {path.name for path in found}
     monkeypatch.setattr(driver.active, "get_current_device", lambda: "made up")

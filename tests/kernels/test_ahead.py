@@ -15,6 +15,7 @@ from triton.runtime import KernelInterface, driver
 
 from mla_fusion.kernels import ahead
 from mla_fusion.ops import Product
+from mla_fusion.projections import plan_for
 from mla_fusion.projections import triton as provider
 from mla_fusion.runtime import projection
 from tests.attention.decodes import BF16
@@ -41,7 +42,8 @@ def test_the_parent_finds_what_a_process_compiled(tmp_path, monkeypatch):
     another.chmod(0o755)
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # by release of Triton
         monkeypatch.setenv(name, str(another))
-    [one, *_] = provider.launches(GPU, Product(2048, (576,)), BF16)
+    of = Product(2048, (576,))
+    [one, *_] = provider.launches(of, BF16, lambda tokens: [plan_for(GPU, of, tokens)])
     assert ahead.compile_apart([one], GPU) == ""
     found = {*tmp_path.glob("*/*")}
     assert "vector.cubin" in {path.name for path in found}

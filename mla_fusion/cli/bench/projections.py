@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,8 @@ from mla_fusion.measure.records import Row
 from mla_fusion.measure.timing import TIMES, Call, Ceilings
 from mla_fusion.ops import Product
 from mla_fusion.projections import measured, reference
-from mla_fusion.projections.plans import GROUP, MAX_TOKENS, PLANS, Plan, tile_of
-from mla_fusion.projections.triton import launch
+from mla_fusion.projections.plans import GROUP, MAX_TOKENS, PLANS, Plan
+from mla_fusion.projections.triton import launch, launches
 
 TORCH, FRONT = "torch", "front"
 # Least bytes of weights of distinct calls in one graph: several times the L2 cache of any GPU.
@@ -43,11 +42,6 @@ class Inputs(NamedTuple):
     shape: Product
     x: torch.Tensor
     weights: list[tuple[Any, ...]]
-
-
-def make_inputs(shape: Product, tokens: int, weights: list[tuple[Any, ...]]) -> Inputs:
-    """Random rows of x."""
-    return Inputs(shape, _random(tokens, shape.k + 64 * (shape.bits > 8))[:, : shape.k], weights)
 
 
 def make_weights(shape: Product) -> list[tuple[Any, ...]]:
@@ -101,7 +95,8 @@ def inputs(shapes: Iterable[Product], counts: Sequence[int]) -> Iterator[Inputs]
     for shape in shapes:
         weights = make_weights(shape)
         for tokens in counts:
-            yield make_inputs(shape, tokens, weights)
+            x = _random(tokens, shape.k + 64 * (shape.bits > 8))[:, : shape.k]
+            yield Inputs(shape, x, weights)
 
 
 def candidates(shape: Product, tokens: int) -> dict[str, Plan | None]:
@@ -145,20 +140,14 @@ def run(settings: argparse.Namespace, facts: Mapping[str, str], ceilings: Ceilin
     return all(row["wrong"] == "" for row in found)
 
 
-def compile_all(shapes: Sequence[Product], tokens: Sequence[int]) -> None:
-    """Compile every variant, several at once."""
-    works: dict[Any, Callable[[], object]] = {}
-    for shape, n in itertools.product(shapes, tokens):
-        sizes = tuple(min(size, 32 + size % 32) for size in shape.sizes)
-        small = dataclasses.replace(shape, sizes=sizes)
-        given = make_inputs(small, n, make_weights(small)[:1])
-        for name, plan in candidates(shape, n).items():
-            if plan is not None:
-                key = small, tile_of(n), name
-                works.setdefault(key, functools.partial(call_of(plan, given), 0))
-    with ThreadPoolExecutor() as pool:
-        for started in [pool.submit(work) for work in works.values()]:
-            started.result()
+def compile_all(shapes: Iterable[Product], counts: Collection[int]) -> None:
+    """Compile every variant for these numbers of tokens."""
+
+    def of(shape: Product) -> list[functools.partial[Any]]:
+        fit = lambda n: candidates(shape, n).values() if n in counts else ()  # noqa: E731
+        return launches(shape, torch.bfloat16, fit)
+
+    timing.compile_all([*itertools.chain.from_iterable(map(of, shapes))])
 
 
 def measure(given: Inputs, rounds: int, ceilings: Ceilings) -> list[Row]:

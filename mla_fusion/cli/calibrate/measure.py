@@ -1,11 +1,7 @@
-"""Measures on this GPU what `attention=auto` decides by, for one model or for all shipped shapes.
-
-The products of a model's layers come first, then the launch plans of the fused region: see
-`products.py` and `region.py`.
-
-The kernels pass their selftest first. The portable decode and the product behind it take turns with
-vLLM's backends, as in `mla-fusion bench decode --values`, and every result is checked against
-float64 before its time counts. The rows go to the file that `mla_fusion.runtime.measured` reads."""
+"""Measures what `attention=auto` decides by, behind what `products.py` and `region.py` measure. The
+portable decode and the product behind it take turns with vLLM's backends, as in `mla-fusion bench
+decode --values`, and every result is checked against float64 before its time counts. The rows go to
+the file that `mla_fusion.runtime.measured` reads."""
 
 import argparse
 import itertools

@@ -1,13 +1,11 @@
-"""Measures the launch plans of the fused region, for a rank of a model or all shipped shapes.
-
-For each number of tokens a first round measures tile shapes, a second one varies the rest of the
-best plan. A plan whose output does not agree with the reference is never chosen."""
+"""Measures the launch plans of the fused region: for each number of tokens a first round measures
+tile shapes, a second one varies the rest of the best plan. A plan whose output does not agree with
+the reference is never chosen."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from mla_fusion import gpu
 from mla_fusion.cli.selftest.kernels import run_checks
 from mla_fusion.kernels import dispatch
 from mla_fusion.kernels import triton as provider
-from mla_fusion.kernels.ahead import compile_apart, on_meta
+from mla_fusion.kernels.ahead import on_meta
 from mla_fusion.kernels.arithmetic import next_power_of_two
 from mla_fusion.kernels.card import TRITON
 from mla_fusion.kernels.dispatch import Plan, Widths
@@ -30,7 +28,7 @@ from mla_fusion.runtime import measured, measured_here
 # Measured tokens -> most tokens of a batch that the plan serves.
 TOKENS = {1: 1, 8: 16, 32: 32, 64: 64, 128: 128, 256: 256, 512: 512}
 EQUAL, STEPS = 0.999, 1  # least share of equal elements, and most steps, of a plan that counts
-LAYERS, ROUNDS, PROCESSES = 61, 9, 8
+LAYERS, ROUNDS = 61, 9
 Shape = tuple[bool, Widths, int]  # whether the query is fp8, and heads
 Found = tuple[Plan, tuple[float, int], dict[str, float]]  # with agreement and times
 
@@ -117,7 +115,7 @@ def tune(fp8: bool, widths: Widths, heads: int) -> dict[int, Plan]:
     regions = [region_cases.make_region(case, weights) for case in cases]
     asked = [[*tiles(case.tokens, heads, widths.latent)] for case in cases]
     for second in (False, True):
-        compile_all(regions, asked)
+        timing.compile_all([*itertools.chain.from_iterable(map(works_of, regions, asked))])
         for n, (case, region) in enumerate(zip(cases, regions, strict=True)):
             if not (found := right(measure(region, asked[n]))):
                 return {}
@@ -126,17 +124,6 @@ def tune(fp8: bool, widths: Widths, heads: int) -> dict[int, Plan]:
             if second:
                 print(f"{heads} heads, T={case.tokens:3d}: {times['p50_us']:.2f} us, {best}")
     return dict(zip(TOKENS.values(), (best for [best] in asked), strict=True))
-
-
-def compile_all(regions: Sequence[Region], plans: Sequence[Iterable[Plan]]) -> None:
-    """Compile the plans of each region, several at once; one that fails is left out when timed."""
-    pairs = zip(regions, plans, strict=True)
-    works = [*itertools.chain.from_iterable(works_of(*each) for each in pairs)]
-    compile_some = functools.partial(compile_apart, device=torch.device("cuda"))
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        for said in pool.map(compile_some, (works[n::PROCESSES] for n in range(PROCESSES))):
-            if said:
-                print(said)
 
 
 def works_of(region: Region, plans: Iterable[Plan]) -> list[functools.partial[Any]]:
