@@ -226,7 +226,8 @@ def clocked(step: Callable[[int], None], count: int) -> float:
 
 
 def eager_time(step: Callable[[int], None]) -> float:
-    """Microseconds on the GPU of a step without a CUDA graph, median of 10."""
+    """Microseconds on the GPU of a step without a CUDA graph, median of 10. A prefill's has the
+    host's reading of the token too, behind the last kernel."""
     # Twice as long as a step takes by the clock, at 2 GHz: by then it is enqueued.
     pairs, busy = [], int(2 * clocked(step, 2) * 2000)
     for _ in range(10):
