@@ -23,8 +23,9 @@ from mla_fusion.attention.plan.inputs import Inputs, Scope, Sparse, validate
 from mla_fusion.kernels.inputs import check, check_whole, fits
 
 TILE = 64  # scopes change between tiles, and both kernels' tiles divide this
-# Slots of a token with one scope that are not split: a reduction takes longer than a tile.
-UNSPLIT = 2 * TILE
+# Slots of a token with one scope that are not split: a reduction takes longer than a tile. V4's
+# window has 128, and drafts beside it.
+UNSPLIT = 3 * TILE
 
 
 @dataclasses.dataclass(eq=False)

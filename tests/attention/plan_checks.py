@@ -40,6 +40,7 @@ def check_plan(plan, rules, query_lens, seq_lens, max_query_len):
             tile = sequence * fold + block
             mine = by_tile.pop(tile, [])
             assert mine or rows == 0
+            assert len(mine) <= 1 or length > rules.granularity, "`is_whole` launches no reduction"
             first_row = int(query[sequence]) * fold + block * rows
             seen = np.zeros((rows, length), int)
             for item in mine:

@@ -91,9 +91,9 @@ def test_the_grid_of_the_reduction_is_that_of_the_step(monkeypatch):
     assert reductions.grids == [(1, 64, 2), (4, 64, 1), (64, 32, 1)]
 
 
-@pytest.mark.parametrize("widths, reduced", [((128,), 0), ((129,), 1), ((64, 64), 1)])
+@pytest.mark.parametrize("widths, reduced", [((192,), 0), ((193,), 1), ((64, 64), 1)])
 def test_a_window_alone_is_not_split(monkeypatch, widths, reduced):
-    """So no reduction follows: it would take longer than the second tile."""
+    """So no reduction follows: it would take longer than a tile."""
     reductions = Launches(reduce_kernel.mla_reduce.arg_names)
     monkeypatch.setattr(reduce_kernel, "mla_reduce", reductions)
     decodes = Launches(decode_kernel.mla_decode_triton.arg_names)
