@@ -46,7 +46,7 @@ def test_decode_backwards_and_with_other_approximations(target, name, rounding, 
 
 
 VARIANTS = {
-    "fp8 cache": Variant(16, (70,), tokens=4, sink=False),
+    "fp8 cache": Variant(16, (200,), tokens=4, sink=False),
     "bf16": Variant(12, (64,), tokens=4, sink=False),
     "two scopes, sink": Variant(16, (20, 40), tokens=4),
 }
@@ -62,7 +62,10 @@ def test_sparse(target, name, monkeypatch):
     bench = sparse.Bench(variant, "cpu", count=128)
     bench.fill(random.Random(0), ragged=True)
     launches = judged(bench, target)
-    assert [each.kernel.program.name for each in launches] == ["mla_decode_triton", "mla_reduce"]
+    names = ["mla_decode_triton", "mla_reduce"]
+    if variant.columns == (64,):  # one block of a plan
+        names.pop()
+    assert [each.kernel.program.name for each in launches] == names
     assert launches[0].constants["FORM"].SPARSE
 
 
