@@ -1,5 +1,6 @@
 """How many examples the property tests make, and how many tests a run leaves out."""
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor probes the compiler for each vector extension of the CPU in every fresh cache, ten
 # seconds of an engine's start. The answer is known: the compiler of the tests has them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# torch writes every graph as text for a logger that has handlers, and pytest gives it some.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None
 
 # The same graphs in every run of a profile: a red build is the change's, not the dice's.
 _IGNORED = HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much
