@@ -140,7 +140,7 @@ def _rewrite(graph: fx.Graph, group: Sequence[Norm]) -> fx.Node:
 
 
 def described(node: fx.Node) -> ops.Norm | None:
-    """What a launch normalizes; None for the fused op."""
+    """The sizes and types of a launch of norms, as `ops.Norm`; None for any other node."""
     if node.target != ops.get(ops.NORM):
         return None
     args: Any = node.args

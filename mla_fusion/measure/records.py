@@ -54,7 +54,8 @@ def table(
     work: Iterable[T],
     measure: Callable[[T], list[Row]],
 ) -> list[Row]:
-    """All rows; those of each shape go at once into a CSV file, behind `FACTS`, in six digits."""
+    """Measure all `work`, and return its rows. Those of each shape go into the CSV file at once, in
+    six digits behind `FACTS`."""
     rows: list[Row] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

@@ -59,8 +59,8 @@ class StepPlan:
         )
 
     def serves(self, metadata: Any) -> bool:
-        """Whether the plan decodes this decode-only batch; for some backends vLLM counts short
-        prompts as decodes, whose queries are longer than those of a step with drafts."""
+        """Whether the plan decodes this decode-only batch. Queries may be too long for it: for some
+        backends vLLM counts short prompts as decodes."""
         sequences, rows = metadata.decode.seq_lens.shape[0], int(metadata.max_query_len)
         slower = rows == 1 and 0 < self.choice.slower_from <= sequences
         chosen = not slower and any(a <= sequences <= b for a, b in self.choice.runs)
